@@ -1,4 +1,4 @@
-"""Measurements: each appends a JSON line to `results/`, with all that it needs to be repeated."""
+"""Measurements: each appends a JSON line to `results/` that has all it takes to repeat it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""SpeContext's ablation C3 (figure 11): layers that move as texts grow against all of them below.
+"""SpeContext's ablation C3 (figure 11): offloading layers as sequences grow, or all from the start.
 
     python -m benchmarks.adaptive_layers
 
 Two engines over the bundled model have the same memory for keys and values, the same policy and the
-same derivations. In *adaptive* a layer is offloaded when the memory is full, as usual;
-in *all below* every layer is there from the start. Their steps take turns, so that both see the
-same machine. Which tokens come out is the same, and is checked. A CPU offloads to a file.
-One line, with the numbers of each quarter of the answer, goes to
+same derivations. *adaptive* offloads a layer when the memory is full, as usual;
+*all below* offloads every layer from the start. Their steps are interleaved, so that both run on
+the same machine state. Both must generate the same tokens, which is checked. A CPU offloads to a
+file. One line, with the numbers of each quarter of the answer, is added to
 benchmarks/results/adaptive-layers.jsonl.
 """
 
@@ -39,12 +39,12 @@ _PARTS = 4
 
 
 def main() -> None:
-    """Runs both, prints and stores what came out."""
+    """Runs both engines, prints and stores the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--words", type=int, default=2048, help="of each text, answer included")
+    parser.add_argument("--words", type=int, default=2048, help="of each sequence, answer included")
     parser.add_argument("--texts", type=int, default=4, help="decoded together")
     parser.add_argument("--budget", type=int, default=256, help="tokens that a step may read")
-    parser.add_argument("--share", type=float, default=0.5, help="memory, by that of all layers")
+    parser.add_argument("--share", type=float, default=0.5, help="share of all layers' memory")
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     line = measure.header("adaptive-layers", torch.device("cpu"), arguments.note)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def run(model: Model, words: int, texts: int, budget: int, share: float) -> list[dict[str, Any]]:
-    """A dict for each part of the answer, in order; see `summary`."""
+    """A dict per quarter of the answer, in order; see `summary`."""
     items = [make("derive", words, seed) for seed in range(texts)]
     room = len(items[0].answer.split()) + 8
     params = SamplingParams(max_tokens=room, temperature=0.0)
@@ -104,7 +104,7 @@ def run(model: Model, words: int, texts: int, budget: int, share: float) -> list
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """A decode step of all texts: ms, bytes moved, offloaded layers, the longest text's tokens."""
+    """A decode step: ms, bytes moved, offloaded layers, tokens of the longest sequence."""
 
     ms: float
     moved_bytes: int
@@ -113,7 +113,7 @@ class StepCost:
 
 
 def timed(llm: LLM, requests: list[Sequence]) -> StepCost | None:
-    """Runs a step; None for one that reads a prompt, or that nobody needs any more."""
+    """Runs a step; None if it computed a prompt or if all sequences have ended."""
     engine = llm.engine
     if not engine.has_work:
         return None
@@ -134,10 +134,10 @@ def timed(llm: LLM, requests: list[Sequence]) -> StepCost | None:
 
 
 def summary(steps: dict[str, list[StepCost]]) -> list[dict[str, Any]]:
-    """For each quarter of the steps: lengths, offloaded layers, bytes moved in a step, and times.
+    """Per quarter of the steps: lengths, offloaded layers, bytes moved per step, and times.
 
-    ratio: of the step times, adaptive by all below, median over pairs of steps that stand beside
-    each other; low and high: its quartiles.
+    ratio: step time of adaptive divided by that of all below, median over pairs of adjacent
+    steps; low and high: its quartiles.
     """
     count = min(map(len, steps.values()))
     found = []

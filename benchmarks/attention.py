@@ -1,10 +1,10 @@
-"""Writes the tables and pictures of docs/attention.md from the stored lines.
+"""Writes the tables and figures of docs/attention.md from the stored lines.
 
     keyhole eval --suite attention --terms equal --lengths 2048 --limit 8 \
         --output benchmarks/results/attention.jsonl
     python -m benchmarks.attention
 
-The second command measures nothing. It replaces what stands between the two markers of the page.
+The second command measures nothing. It replaces the text between the two markers of the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OVERLAP = "Overlap"
 
 
 def main() -> None:
-    """Writes the page and its pictures."""
+    """Writes the page and its figures."""
     lines = LineFile(LINES).lines
     if not lines:
         sys.exit(f"error: {LINES} holds no lines; the docstring says how they are measured")
@@ -38,13 +38,13 @@ def main() -> None:
 
 
 def with_tables(text: str, lines: Sequence[Line]) -> str:
-    """The page with the tables of these lines between its markers."""
+    """The page with the tables of these lines inserted between its markers."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n" + as_markdown(lines) + END + rest.split(END)[1]
 
 
 def as_markdown(lines: Sequence[Line]) -> str:
-    """All tables as Markdown; the overlap of a length and budget stands once."""
+    """All tables as Markdown; the overlap is shown once per length and budget."""
     parts, seen = [], set()
     for place in places(lines):
         parts.append(f"### {_title(place)}\n")
@@ -58,7 +58,7 @@ def as_markdown(lines: Sequence[Line]) -> str:
 
 
 def measured(lines: Sequence[Line]) -> str:
-    """Where, when and how."""
+    """Machine, date and command of the measurement."""
     machines = {f"{line['machine']['cpu']}, {line['machine']['device']}" for line in lines}
     days = sorted({line["date"][:10] for line in lines})
     commits = dict.fromkeys(line["commit"] for line in lines)
@@ -83,14 +83,14 @@ def _numbers(values: set[int]) -> str:
 
 
 def markdown(table: EvalTable) -> str:
-    """The table as GitHub shows it."""
+    """The table in GitHub's Markdown."""
     ends = [":--" if i < table.left else "--:" for i in range(len(table.heads))]
     rows: Sequence[Sequence[str]] = [table.heads, ends, *table.rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:
-    """Writes the pictures "loss" and "overlap" of a place; paths: by these names."""
+    """Writes the figures "loss" and "overlap" to the paths given under these names."""
     for drawing in drawings(place):
         path = paths[drawing.name]
         with picture(path, figsize=drawing.size, layout="constrained") as figure:

@@ -1,20 +1,20 @@
-"""Proof of use: a text whose keys and values do not fit into a limit that Linux itself enforces.
+"""Runs a sequence whose keys and values exceed a memory limit that Linux itself enforces.
 
     python -m benchmarks.beyond_memory
 
-The bundled model carries out a long derivation. Each way of running it is a process of its own that
-loads the model, answers a short item, and then lowers its RLIMIT_DATA to what it uses at that
-moment, some room to compute in, and room for a part of the keys and values. From there on the
-system refuses it more private memory (anonymous and writable: mmap and brk). Files that are mapped
-and shared, such as offloaded layers, do not count, and nothing that was there before is given back.
+The bundled model generates a long derivation. Each case runs in a separate process that loads the
+model, answers a short item, and then lowers its RLIMIT_DATA to its current use plus some working
+memory plus space for a part of the keys and values. From then on the system refuses it more
+private memory (anonymous and writable: mmap and brk). Shared file mappings, such as offloaded
+layers, do not count, and memory allocated before is not freed.
 
     full, memory given      refused before it begins, by an error that names offload=
     full, memory not given  the cache grows until the system refuses; CapacityError
-    delta, spe_context      layers move down one by one, and the derivation runs to its end
+    delta, spe_context      layers are offloaded one by one, and the derivation completes
 
-The room to compute in also holds what growth needs: one layer is there twice while it is copied.
-spe_context takes part once its head lies beside the bundled model. One line goes to
-benchmarks/results/beyond-memory.jsonl. Some two minutes on 2 cores. Linux only.
+The working memory includes what growth needs: one layer is held twice while it is copied.
+spe_context is included if its head is stored with the bundled model. One line is added to
+benchmarks/results/beyond-memory.jsonl. About two minutes on 2 cores. Linux only.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from keyhole.policies import make_policy
 
 _STATUS = Path("/proc/self/status")
 _PAGE_SIZE = 16
-_CHUNK = 256  # prompt tokens at once: what they compute with stays small beside the cache
-# Tokens that a step may read. spe_context's head needs many to find what so long a text asks for.
+_CHUNK = 256  # prompt tokens at once: keeps activations small compared with the cache
+# Tokens that a step may read. spe_context's head needs many to find the facts of so long a text.
 _BUDGETS = {"delta": 256, "spe_context": 2048}
-# A thread's stack counts in full, used or not, and loading beside computing takes two more threads.
+# A thread's stack counts in full, used or not, and loading during computation needs two threads.
 _STACK_BYTES = 1 << 20
 # Large tensors get memory of their own, which goes back to the system when they do; glibc would
 # come to keep it for later (mallopt(3), M_MMAP_THRESHOLD).
@@ -63,12 +63,12 @@ _ENVIRONMENT = {
 
 
 def main() -> int:
-    """Runs every case, prints and stores what came out."""
+    """Runs every case, prints and stores the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--words", type=int, default=7680, help="of the text, answer included")
+    parser.add_argument("--words", type=int, default=7680, help="of the sequence, answer included")
     parser.add_argument("--seed", type=int, default=0, help="number of the item")
-    parser.add_argument("--share", type=float, default=0.6, help="memory=, by dense KV")
-    parser.add_argument("--compute", type=int, default=7, help="room to compute in, MiB")
+    parser.add_argument("--share", type=float, default=0.6, help="memory=, relative to all KV")
+    parser.add_argument("--compute", type=int, default=7, help="working memory, MiB")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One case, in this process."""
+    """Runs one case in this process."""
     threading.stack_size(_STACK_BYTES)
     item = make("derive", arguments.words, arguments.seed)
     model = load(keyhole.tiny(), "cpu")
@@ -154,7 +154,7 @@ def _limited(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(model: Model, arguments: argparse.Namespace, given: int, folder: str) -> Engine:
-    """An engine for one request as the case says."""
+    """An engine for one request, with the case's settings."""
     name, _, how = arguments.case.partition(", ")
     options: dict[str, Any] = {} if how == "memory not given" else {"memory": given}
     settings = {}
@@ -185,15 +185,15 @@ def _warm_up(model: Model, folder: str) -> None:
 def _status(name: str) -> int:
     """Bytes, from proc(5).
 
-    VmData is what RLIMIT_DATA limits. RssAnon is private memory, RssFile mapped files with the
-    offloaded layers among them, VmHWM the peak of both together.
+    RLIMIT_DATA limits VmData. RssAnon is private memory, RssFile mapped files including offloaded
+    layers, VmHWM the peak of their sum.
     """
     text = _STATUS.read_text()
     return 1024 * int(text[text.index(f"{name}:") :].split()[1])
 
 
 def _told(result: dict[str, Any]) -> str:
-    """A case in a few lines."""
+    """Describes a case in a few lines."""
 
     def mib(name: str) -> str:
         return f"{result[name] / 2**20:.1f} MiB"

@@ -1,12 +1,12 @@
-"""Methods beside their controls on the bundled model: the first part of docs/results.md.
+"""Methods and their controls on the bundled model: the first part of docs/results.md.
 
     python -m benchmarks.claims [--parts equal tuned published recency lists] [--dry-run]
     python -m benchmarks.claims --render
 
-Every part is a list of `keyhole eval` commands and a file of its own in benchmarks/results/. A
-command leaves out what the file has already, so that the same call goes on where it was stopped.
-`--render` writes the page and its pictures from whatever lines there are. One core for each
-process (OMP_NUM_THREADS=1): parts may run side by side.
+A part is a list of `keyhole eval` commands with one file in benchmarks/results/. A command skips
+what the file already has, so an interrupted run resumes when it is called again.
+`--render` writes the page and its figures from the stored lines. Each process uses one core
+(OMP_NUM_THREADS=1), so parts may run in parallel.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from keyhole.policies import available_policies
 
 SAMPLES = 100
 BUDGETS = "64,128,256"
-#: Task and what is read densely before the first sparse step -> lengths.
+#: (Task, what is read densely before the first sparse step) -> lengths.
 PLACES = {
     ("tiny_vartrack", "question"): (1024, 2048, 4096),
     ("tiny_reference", "question"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (512, 1024),
 }
-#: Where settings are chosen first, on other samples, which takes three times as long.
+#: Where settings are tuned first, on other samples, which takes three times as long.
 TUNED_PLACES = {
     ("tiny_vartrack", "question"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (512,),
 }
-#: Where settings are varied that only one method has.
+#: Where a setting that only one method has is varied.
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
@@ -47,13 +47,13 @@ _METHODS = ",".join(name for name, cls in available_policies().items() if not cl
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimPart:
-    """flags: of every command. places: as PLACES."""
+    """flags: for every command. places: as in PLACES."""
 
     flags: Sequence[str]
     places: dict[tuple[str, str], tuple[int, ...]]
 
     def commands(self, file: str) -> list[list[str]]:
-        """A command for each task and length."""
+        """One command per task and length."""
         return [
             [
                 *("keyhole", "eval", "--tasks", task, "--setup", setup, "--lengths", str(length)),
@@ -66,7 +66,7 @@ class ClaimPart:
 
 
 def _delta() -> str:
-    """DELTA at equal dense layers with every window that leaves something of the budget."""
+    """DELTA at equal dense layers, with every window smaller than the budget."""
     return ",".join(
         f"delta:full_layers=0,delta_layers=1,recent_pages={pages},token_budget={budget}"
         for budget in map(int, BUDGETS.split(","))
@@ -102,7 +102,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Runs the commands of the parts that were asked for, then writes the page."""
+    """Runs the commands of the requested parts, then writes the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
     parser.add_argument("--dry-run", action="store_true", help="only show the commands")
@@ -118,13 +118,13 @@ def main() -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """By the `keyhole` of this environment, on one core; CalledProcessError if it fails."""
+    """Runs the `keyhole` of this environment on one core; CalledProcessError if it fails."""
     program = str(Path(sys.executable).with_name(command[0]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
         [program, *command[1:]], cwd=benchmarks.ROOT, env=environment, check=False
     )
-    if done.returncode not in (0, 1):  # 1: a method that this model or these terms cannot have
+    if done.returncode not in (0, 1):  # 1: a method is not possible for this model or these terms
         raise subprocess.CalledProcessError(done.returncode, command)
 
 

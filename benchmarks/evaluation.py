@@ -1,16 +1,16 @@
-"""Right answers of the bundled model under every policy, budget by budget, and what they cost.
+"""Right answers of the bundled model under every policy and budget, and their cost.
 
     python -m benchmarks.evaluation --dry-run
     python -m benchmarks.evaluation [--parts 1 2] [--hours 3]
     python -m benchmarks.evaluation --errors
     python -m benchmarks.evaluation --render
 
-Cells are run in the order of PARTS, what the discussion needs first, by the code of `keyhole eval`.
-Each adds a line to benchmarks/results/evaluation.jsonl when it is done, so that the same command
-goes on where a run was stopped; after `--hours` it stops by itself, between two cells. `--errors`
-then looks for the first wrong word of answers that full attention has right, and for what was read
-when it was written (evaluation-errors.jsonl). `--render` writes the part of docs/results.md and its
-pictures, from whatever lines there are. Times are processor time of one core (OMP_NUM_THREADS=1).
+Cells run in the order of PARTS, those that the discussion needs first, by the code of
+`keyhole eval`. A finished cell adds a line to benchmarks/results/evaluation.jsonl, so the same
+command resumes an interrupted run; after `--hours` it stops between two cells. `--errors` then
+finds the first wrong word of answers that full attention gets right, and what the step that wrote
+it had read (evaluation-errors.jsonl). `--render` writes this part of docs/results.md and its
+figures from the stored lines. Times are CPU time of one core (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from keyhole.policies import available_policies
 
 LENGTHS = (1024, 2048, 4096, 8192)
 RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
-#: The methods of the discussion, and those of them that can follow the text.
+#: The methods of the discussion, and those with an adaptive budget.
 MAIN = ("delta", "quest", "raas", "streaming_llm", "spe_context")
 ADAPTIVE = ("delta", "spe_context")
 OUTPUT = benchmarks.results() / results_page.LINES
 ERRORS = benchmarks.results() / results_page.ERRORS
-#: Answers that are looked into, for each cell with an eighth of so many tokens at most.
+#: Wrong answers examined per cell (at a budget of an eighth), and the longest texts examined.
 _WRONG, _LONGEST = 8, 2048
 _PAGE_SIZE = EngineConfig().page_size
 #: Samples of a cell.
 _SAMPLES = 200
-#: Bytes for prompts that serve every policy: those of 200 samples of 8,192 tokens and a head's.
+#: Bytes for prompts that all policies share: 200 samples of 8,192 tokens, with a head's keys.
 _PROMPT_MEMORY = 7 * 2**30
 _DERIVE, *_LOOK_UPS = ASKED
-#: Requests in a step: nearly all of a derivation's time is in steps, which cost less in one.
+#: Requests in a step: decode steps take nearly all the time of a derivation, and batching saves it.
 _AT_ONCE = {True: 200, False: 64}
-#: Seconds a sample takes on one core of an EPYC (family 26), by length: derivations, and look-ups
-#: whose text full attention has read.
+#: Seconds per sample on one core of an EPYC (family 26), by length: derivations, and look-ups
+#: whose prompt full attention has read.
 _SECONDS = {
     True: {1024: 0.2, 2048: 0.5, 4096: 1.5, 8192: 5.0},
     False: {1024: 0.02, 2048: 0.03, 4096: 0.05, 8192: 0.1},
@@ -74,7 +74,7 @@ _SECONDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GridPart:
-    """Cells that are run together: every method at every task and length."""
+    """Cells that run together: every method at every task and length."""
 
     about: str
     tasks: Sequence[str]
@@ -129,7 +129,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GridCell:
-    """A method, its budget with it, at a task and a length; part: from 1, the first that has it."""
+    """A method with its budget, a task and a length; part: the first part that has it, from 1."""
 
     part: int
     task: str
@@ -144,12 +144,12 @@ class GridCell:
 
     @property
     def known_by(self) -> tuple[object, ...]:
-        """What tells it from other cells."""
+        """The key that identifies the cell."""
         return self.task, self.length, self.method.label, self.tokens
 
 
 def grid(parts: Sequence[GridPart] = PARTS) -> list[GridCell]:
-    """All cells in the order in which they are worth most, each once, full attention first."""
+    """All cells in order of priority, each once, full attention first."""
     found: dict[tuple[object, ...], GridCell] = {}
     for number, part in enumerate(parts, start=1):
         for task in part.tasks:
@@ -171,8 +171,8 @@ def _methods(part: GridPart, length: int) -> Iterator[Method]:
         if name == FULL.name:
             continue
         if part.adaptive:
-            # Free to read from a sixteenth (of short texts a little more, which spe_context's
-            # window needs) to a half.
+            # May read from a sixteenth (slightly more for short texts, as spe_context's window
+            # needs it) to a half.
             free = {"token_budget": length // 2, "min_budget": max(80, length // 16)}
             for recall in RECALLS:
                 label = f"{name}:recall={recall}"
@@ -184,7 +184,7 @@ def _methods(part: GridPart, length: int) -> Iterator[Method]:
 
 
 def main() -> None:
-    """Asks, counts and stores."""
+    """Reads the command line, measures and stores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     numbers = range(1, len(PARTS) + 1)
     parser.add_argument("--parts", nargs="+", type=int, default=numbers, choices=numbers)
@@ -195,9 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: all")
     parser.add_argument("--samples", type=int, help=f"in a cell; default: {_SAMPLES}")
-    parser.add_argument("--hours", type=float, help="stop after these, between two cells")
-    parser.add_argument("--dry-run", action="store_true", help="only say what is to be done")
-    parser.add_argument("--errors", action="store_true", help="only look into wrong answers")
+    parser.add_argument("--hours", type=float, help="stop after this time, between two cells")
+    parser.add_argument("--dry-run", action="store_true", help="only print the plan")
+    parser.add_argument("--errors", action="store_true", help="only examine wrong answers")
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -207,7 +207,7 @@ def main() -> None:
         print(plan(chosen(arguments), file))
         return
     if not arguments.render:
-        torch.set_num_threads(1)  # nobody waits for it, and times are those of one core
+        torch.set_num_threads(1)  # times are those of one core
         model = load(keyhole.tiny(), "cpu")
         if arguments.errors:
             errors = LineFile(arguments.output.with_name(ERRORS.name))
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[GridCell]:
-    """The cells that were asked for, and full attention beside them."""
+    """The requested cells, and full attention at the same tasks and lengths."""
     return [
         dataclasses.replace(cell, samples=arguments.samples or cell.samples)
         for cell in grid()
@@ -233,7 +233,7 @@ def chosen(arguments: argparse.Namespace) -> list[GridCell]:
 
 
 class RunHeader:
-    """What a line says of how it was measured; `cpu_seconds`: since the line before."""
+    """The conditions stored with a line; `cpu_seconds`: since the previous line."""
 
     def __init__(self, note: str) -> None:
         self._note, self._begin = note, time.process_time()
@@ -250,13 +250,13 @@ class RunHeader:
 def run(
     model: Model, cells: Sequence[GridCell], file: LineFile, seconds: float, note: str
 ) -> list[Line]:
-    """Measures what the file lacks, until the time is over; the lines of what was come to."""
+    """Measures the cells that the file lacks until the time is over; returns their lines."""
     begin, lines = time.monotonic(), []
     workloads: dict[str, Answered] = {}
     copies = SharedPromptCache(_PROMPT_MEMORY)
     for cell in readers_first(cells, file.lines):
         if time.monotonic() - begin >= seconds:
-            print("the time is over; the same command goes on", file=sys.stderr)
+            print("time limit reached; run the same command to continue", file=sys.stderr)
             break
         if cell.task not in workloads:
             workloads = {cell.task: Answered(make_task(cell.task), model)}
@@ -283,9 +283,9 @@ def run(
 
 
 def readers_first(cells: Sequence[GridCell], lines: Sequence[Line]) -> list[GridCell]:
-    """Where several cells in turn begin with the same prompts, one with a head before the others.
+    """Among consecutive cells of the same task and length, puts one with a retrieval head first.
 
-    What it reads serves all of them; without a head's keys it would be read again for the head.
+    Its prompts then serve all of them; prompts without a head's keys would be computed twice.
     """
     found: list[GridCell] = []
     for _, same in itertools.groupby(cells, lambda cell: (cell.task, cell.length)):
@@ -298,7 +298,7 @@ def readers_first(cells: Sequence[GridCell], lines: Sequence[Line]) -> list[Grid
 
 
 def plan(cells: Sequence[GridCell], file: LineFile) -> str:
-    """What is to be done, part by part, and about how long it takes."""
+    """The remaining work of each part, with an estimate of its time."""
     found = [_stored(cell, file.lines) for cell in cells]
     missing = [cell for cell, there in zip(cells, found, strict=True) if not there]
     texts = []
@@ -322,9 +322,9 @@ def plan(cells: Sequence[GridCell], file: LineFile) -> str:
 
 
 def seconds(cell: GridCell, lines: Iterable[Line]) -> float:
-    """Processor time of a cell, from stored lines of the task and length if there are any.
+    """CPU time of a cell, from stored lines of the task and length if there are any.
 
-    Full attention, which may have read the prompts for all, is a kind of its own.
+    Full attention, which may have computed the prompts for all, is estimated separately.
     """
     place = (cell.task, cell.length, cell.method is FULL)
     known = [
@@ -338,7 +338,7 @@ def seconds(cell: GridCell, lines: Iterable[Line]) -> float:
 
 
 def _stored(cell: GridCell, lines: Iterable[Line]) -> bool:
-    """By name: whether weights and settings are the same, too, `Evaluation` looks itself."""
+    """Matches by name; `Evaluation` itself checks that weights and settings are the same."""
     return any(
         (line["task"], line["length"], line["method"]) == cell.known_by[:3]
         and line["budget"] == cell.tokens
@@ -366,7 +366,7 @@ def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list
                 seed=seed,
                 setup=line["setup"],
             )
-            if one is None:  # another batch rounds otherwise
+            if one is None:  # right this time: another batch rounds differently
                 continue
             if not found:
                 layer = one.sparse_layers[0] if one.sparse_layers else None
@@ -385,7 +385,7 @@ def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list
 
 
 def _wrong(lines: Iterable[Line]) -> Iterator[tuple[Line, list[int]]]:
-    """Cells at an eighth, and the samples that full attention alone has right."""
+    """Cells with a budget of an eighth, and the samples that only full attention gets right."""
     latest = {(at["task"], at["length"], at["method"], at["budget"]): at for at in lines}
     for (task, length, method, budget), line in latest.items():
         full = latest.get((task, length, FULL.label, None))

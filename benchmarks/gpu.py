@@ -1,21 +1,21 @@
-"""What needs a CUDA device: `make gpu`, or one part of it with `make gpu PART=2`.
+"""Checks and measurements that need a CUDA device: `make gpu`, or one part by `make gpu PART=2`.
 
-    1  tests of kernels: those in Triton and those of torch equal their twins
+    1  tests of kernels: Triton's and torch's equal their twins
     2  the decode benchmark on the device
-    3  trains the bundled model there, goes on where it was left, and exports it
+    3  trains the bundled model on the device, resuming an earlier run, and exports it
     4  to 12: the papers' headline settings, in the order of `benchmarks.paper.settings`
-    13 tests of CUDA graphs, and of layers on the host
+    13 tests of CUDA graphs, and of layers offloaded to the host
     14 tests of the engine: it equals transformers, and itself on the CPU
     15 all other tests marked `gpu`
 
-Without PART the tests come first and the training last, each part that the time left is enough for;
-the others are named, and have nearly nine minutes when they are asked for alone. Of tests each
-failure is told at once, and is in `tests-1.log` and the like in OUT or `runs/gpu/`. It runs in a
-bare copy of the tree, with nothing installed beside torch, transformers, safetensors, numpy and
-pytest, and without a network. Every part is a process with a time limit. Results go to the folder
-in the environment variable OUT, or to `benchmarks/results/` and `runs/tiny-gpu/`; an earlier
-training state in `runs/tiny-gpu/` is taken up again. Without a CUDA device it imports, parses and
-collects what a device would run, runs each part in small on the CPU, and ends well.
+Without PART, the tests run first and the training last, as far as the time suffices; parts that do
+not fit are listed, and get nearly nine minutes when run alone. Each failed test is printed at once
+and logged in `tests-1.log` and so on in OUT or `runs/gpu/`. This runs in a bare copy of the tree
+with only torch, transformers, safetensors, numpy and pytest installed, and without a network.
+Every part is a process with a time limit. Results go to the folder named by the environment
+variable OUT, or to `benchmarks/results/` and `runs/tiny-gpu/`; an earlier training state in
+`runs/tiny-gpu/` is resumed. Without a CUDA device, this imports, parses and collects everything
+that a device would run, and runs each part with tiny shapes on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-# Before torch is loaded: waiting threads must not spin on a core that others need.
+# Set before torch is loaded: idle threads must not spin on a core that others need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -49,20 +49,20 @@ from benchmarks.paper.settings import HEADLINES
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "runs/tiny-gpu"
 
-# A call stays below nine minutes.
+# A call takes less than nine minutes.
 _BUDGET_S = 530.0
 # The longest that a part with tests or one of the papers' settings may take.
 _ALONE_S = 520.0
-# What compiling and a hundred tests need on a device that is new to them: an estimate.
+# Estimated time for compilation and a hundred tests on a new device.
 _TESTS_S = 240.0
 _DECODE_S = 150.0
-# What the training process needs beside training: to start, to save, and for the export.
+# Time of the training process outside training: start, snapshots and export.
 _AROUND_TRAINING_S = 75.0
-# Larger files are stored in pieces, which are easier to carry from one machine to another.
+# Larger files are stored in pieces, which are easier to copy between machines.
 _PIECE_BYTES = 12 << 20
 
 
-#: Parts with tests: what they are, and their files; the last has all that no other has.
+#: Parts with tests: title and files; the last part has all files that no other part has.
 TESTS = {
     1: (
         "tests of kernels",
@@ -73,17 +73,17 @@ TESTS = {
     15: ("all other tests", []),
 }
 _TRAINING = 3
-#: The papers' headline settings, each a part of its own.
+#: The papers' headline settings, one part each.
 SETTINGS = dict(enumerate(HEADLINES, start=4))
-#: All parts, as they come without PART: the training takes all the time there is.
+#: The order of parts without PART: training is last, as it uses all remaining time.
 ORDER = (*TESTS, 2, *SETTINGS, _TRAINING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPart:
-    """A number, what it is, its share of the time, its commands, and what they need around them.
+    """A part: number, title, time limit, commands, and functions that run before and after them.
 
-    least_s: with less left it is not begun. small: what stands for the commands without a device.
+    least_s: the part is skipped if less time is left. small: the commands without a device.
     """
 
     number: int
@@ -97,7 +97,7 @@ class GpuPart:
 
 
 def parts(out: Path | None, work: Path, limit_s: float) -> list[GpuPart]:
-    """All parts; results go below `out`, the training runs in `work`."""
+    """All parts; results are written below `out`, the training runs in `work`."""
     results = out or ROOT / "benchmarks/results"
     state = out / "tiny" if out else STATE
     python = [sys.executable, "-m"]
@@ -105,7 +105,7 @@ def parts(out: Path | None, work: Path, limit_s: float) -> list[GpuPart]:
     decode += ["--systems", "transformers_sdpa,full,delta,streaming_llm"]
     small_decode = [*decode, "--device", "cpu", "--shape", "smoke", "--contexts", "64"]
     small_decode += ["--repeat", "1", "--output", str(work / "decode.jsonl")]
-    # What the time limit allows.
+    # As many contexts and repetitions as the time limit allows.
     decode += ["--device", "cuda", "--repeat", "21", "--contexts", "2048,8192,32768"]
     decode += ["--output", str(results / "decode.jsonl")]
     train = [*python, "recipes.tiny_model.train", "--out", str(work)]
@@ -171,7 +171,7 @@ def _tests(number: int, log: Path) -> list[str]:
     folder = ["tests/gpu"]
     for _, others in TESTS.values():
         folder += [f"--ignore=tests/gpu/{name}" for name in others]
-    # -W default: the versions there are not the pinned ones, and may warn.
+    # -W default: the device's versions are not the pinned ones and may warn.
     options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     options += ["-p", "tests.gpu.at_once", "--log", str(log)]
     chosen = [f"tests/gpu/{name}" for name in files] or folder
@@ -179,7 +179,7 @@ def _tests(number: int, log: Path) -> list[str]:
 
 
 def _small_tests(number: int) -> list[list[str]]:
-    """What of a part with tests, or of their cases, runs without a device."""
+    """The commands for the tests of a part, or for their cases, that run without a device."""
     chosen = {
         1: ["tests/gpu/test_interpreted.py"],
         13: ["tests/gpu/test_cases.py", "-k", "recorded"],
@@ -193,20 +193,20 @@ def _small_tests(number: int) -> list[list[str]]:
 
 
 def run_parts(numbers: Iterable[int], out: Path | None, work: Path) -> bool:
-    """Runs parts one after the other while there is time; whether all that ran went well."""
+    """Runs parts in sequence while time is left; returns whether all that ran succeeded."""
     begin, good = time.monotonic(), True
     for number in numbers:
         left = _BUDGET_S - (time.monotonic() - begin)
         (part,) = (part for part in parts(out, work, left) if part.number == number)
         if left < part.least_s:
-            print(f"== part {number}: {part.title}: not run: no time left, PART={number}")
+            print(f"== part {number}: {part.title}: skipped, no time left; run PART={number}")
         else:
             good = run(part, min(left, part.limit_s)) and good
     return good
 
 
 def run(part: GpuPart, limit_s: float) -> bool:
-    """Runs the commands one after the other within the limit; whether all went well."""
+    """Runs the commands in sequence within the limit; returns whether all succeeded."""
     print(f"== part {part.number}: {part.title}, at most {limit_s:.0f} s", flush=True)
     begin, good = time.monotonic(), True
     part.before()
@@ -223,21 +223,21 @@ def run(part: GpuPart, limit_s: float) -> bool:
             good = False
     part.after()
     spent = time.monotonic() - begin
-    print(f"== part {part.number}: {'good' if good else 'FAILED'} in {spent:.0f} s", flush=True)
+    print(f"== part {part.number}: {'passed' if good else 'FAILED'} in {spent:.0f} s", flush=True)
     return good
 
 
 def environment() -> dict[str, str]:
-    """Ours, with this tree on the path, quiet threads and no network."""
+    """This process's environment with this tree on the path, passive threads and no network."""
     ours = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    # Caches of tens of gigabytes come and go: none may fail for want of one piece.
+    # Caches of tens of gigabytes are allocated and freed: fragmentation must not make one fail.
     ours["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return os.environ | ours | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def dry_run(chosen: list[GpuPart]) -> bool:
-    """All that can be checked without a device: imports, arguments, tests' names, tiny shapes."""
-    print("no CUDA device here: a dry run")
+    """Checks what needs no device: imports, arguments, names of tests, runs of tiny shapes."""
+    print("no CUDA device: dry run")
     good = True
     for part in chosen:
         print(f"== part {part.number}: {part.title}, at most {part.limit_s:.0f} s")
@@ -249,13 +249,13 @@ def dry_run(chosen: list[GpuPart]) -> bool:
         if part.small:
             good = run(in_small, _ALONE_S) and good
         else:
-            print(f"== part {part.number}: not run in small: triton cannot be imported")
-    print("a device would run this" if good else "a device could not run this")
+            print(f"== part {part.number}: small run skipped: triton cannot be imported")
+    print("dry run passed" if good else "dry run FAILED")
     return good
 
 
 def _is_understood(module: str, *arguments: str) -> bool:
-    """Whether `python -m module` takes these arguments; it is run in this process, up to there."""
+    """Whether `python -m module` accepts these arguments; runs it here up to their parsing."""
     patch, printed, code = unittest.mock.patch.object, io.StringIO(), None
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(ROOT))
@@ -287,12 +287,12 @@ def _parse_and_end(parser: argparse.ArgumentParser) -> NoReturn:
 
 
 def pieces(path: Path) -> list[Path]:
-    """The pieces that a file was stored in, in order."""
+    """The pieces of a stored file, in order."""
     return sorted(path.parent.glob(f"{path.name}.[0-9][0-9]"))
 
 
 def restore(state: Path, work: Path) -> None:
-    """Puts a stored training state together in `work`, if there is one."""
+    """Reassembles a stored training state in `work`, if there is one."""
     stored = pieces(state / "training.pt")
     if stored:
         (work / "training.pt").write_bytes(b"".join(piece.read_bytes() for piece in stored))
@@ -301,7 +301,7 @@ def restore(state: Path, work: Path) -> None:
 
 
 def keep(work: Path, state: Path) -> None:
-    """Stores state, log and exported model of `work`, and prints the last examination."""
+    """Stores the state, log and exported model of `work`; prints the last examination."""
     state.mkdir(parents=True, exist_ok=True)
     if (work / "training.pt").is_file():
         for piece in pieces(state / "training.pt"):
@@ -322,7 +322,7 @@ def keep(work: Path, state: Path) -> None:
 
 
 def main() -> None:
-    """Runs the parts that were asked for."""
+    """Runs the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Measures retrieval heads of the bundled model: what share of its attention they find.
+"""Measures the share of the bundled model's attention that retrieval heads find.
 
     python -m benchmarks.head_recall "attention=FOLDER" "eagle, tokens=FOLDER" ...
 
-Every argument names a head and its folder; heads with random weights and the recent window are
-measured beside them. Adds a line to benchmarks/results/head-recall.jsonl, and writes the tables to
-stdout and the picture to docs/images/head-recall.png. `--render` only does the latter two, from the
-last line. Texts are items of the bundled model's tasks with their right answers, the query tokens
-are those of the answers: the tokens that decode steps would have. Seeds are those of evaluations.
+Each argument names a head and its folder; a head with random weights and the recent window are
+measured for comparison. Adds a line to benchmarks/results/head-recall.jsonl, prints the tables
+and writes the figure docs/images/head-recall.png. `--render` does only the latter two, from the
+last line. Texts are items of the bundled model's tasks with their right answers; the query tokens
+are those of the answers, as in decode steps. Seeds are those of evaluations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PICTURE = benchmarks.ROOT / "docs/images/head-recall.png"
 
 
 def text(task: str, length: int, seed: int) -> RecallText:
-    """An item with its answer; rows are tokens of the answer, at most MOST_ROWS of them."""
+    """An item with its answer; rows: at most MOST_ROWS tokens of the answer."""
     item = make(task, length, seed)
     prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
     answer = [WORD_IDS[word] for word in [*item.answer.split(), EOS]]
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--note", default="")
-    parser.add_argument("--render", action="store_true", help="only write tables and picture")
+    parser.add_argument("--render", action="store_true", help="only write tables and figure")
     arguments = parser.parse_args()
     if not arguments.render:
         benchmarks.append(OUTPUT, line(arguments.heads, arguments.note))
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def line(named: list[str], note: str) -> dict[str, object]:
-    """What is stored of one run."""
+    """The stored line of one run."""
     torch.set_num_threads(2)
     model = load(keyhole.tiny(), "cpu", "float32")
     places = dict(name.split("=", 1) for name in named)

@@ -1,11 +1,11 @@
-"""Right answers of the bundled model when a step reads an eighth, or a quarter, of the text.
+"""Right answers of the bundled model when a step reads an eighth or a quarter of the text.
 
     python -m benchmarks.head_tasks [--items 64] ["trained on attention=FOLDER" ...]
 
-The same items for every policy, decoded greedily; budgets are shares of the words that an item was
-made for. Every argument names a further head for spe_context and its folder. Adds a line to
-benchmarks/results/head-tasks.jsonl and writes it to stdout as a table; `--render` does only the
-latter, from the last line. Seeds are those of evaluations: they count from 0.
+Every policy gets the same items, decoded greedily; budgets are shares of an item's nominal number
+of words. Each argument names a further head for spe_context and its folder. Adds a line to
+benchmarks/results/head-tasks.jsonl and prints it as a table; `--render` does only the latter, from
+the last line. Seeds are those of evaluations: they count from 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUTPUT = benchmarks.results() / "head-tasks.jsonl"
 
 
 def main() -> None:
-    """Asks, counts and stores."""
+    """Reads the command line, measures and stores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--items", type=int, default=64)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def count(heads: dict[str, str], items: int) -> list[dict[str, object]]:
-    """A cell per task, length, policy or further head, and share of the words."""
+    """One cell per task, length, policy or further head, and share of the words."""
     model = load(keyhole.tiny(), "cpu")
     choosers = [(name, name, {}) for name in POLICIES]
     choosers[1:1] = [
@@ -77,7 +77,7 @@ def count(heads: dict[str, str], items: int) -> list[dict[str, object]]:
 
 
 def right(model: Model, policy: str, settings: dict[str, object], asked: list[Item]) -> int:
-    """How many items are answered right to the last word."""
+    """How many items are answered exactly right."""
     llm = LLM(model, policy=make_policy(policy, settings), max_batch=16)
     longest = max(len(item.answer.split()) for item in asked)
     params = SamplingParams(max_tokens=longest + 8, temperature=0.0)

@@ -1,11 +1,11 @@
-"""The papers' headline settings on this machine: `benchmarks.paper.settings` says which these are.
+"""Measures the papers' headline settings (`benchmarks.paper.settings`) on this machine.
 
     python -m benchmarks.headlines delta_figure_4 [--device cuda] [--note TEXT]
     python -m benchmarks.headlines --small
 
-Each adds a line to benchmarks/results/headlines.jsonl. `--small` runs them with tiny shapes, to see
-that they run; what is measured then means nothing, and no line is written unless --output says
-where. Without names: all of them.
+Each adds a line to benchmarks/results/headlines.jsonl. `--small` only checks that they run, with
+tiny shapes: its measurements mean nothing, and it writes a line only with --output. Without names,
+all settings are measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         line = _line(name, arguments)
         if output is not None:
             benchmarks.append(output, line)
-        model.release_memory()  # the next one needs this one's
+        model.release_memory()  # the next setting needs it
 
 
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(results: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-    """What came so far, for those who wait."""
+    """Prints the results so far."""
     for result in results:
         where = result.get("about") or f"{result['context']:,} tokens"
         spent = next(result[name] for name in ("step_ms", "ttft_ms", "ms") if name in result)

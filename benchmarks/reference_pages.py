@@ -1,10 +1,10 @@
-"""Writes the documents that the program itself knows: `python -m benchmarks.reference_pages`.
+"""Writes the generated documents: `python -m benchmarks.reference_pages`.
 
     docs/cli.md         every command with its help
     docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
                         paper, the settings
-    docs/models.md  which families of models run exactly; measured, so with --families
-    docs/python-api.md  its tables of settings; the rest is written by people
+    docs/models.md      the families of models that run exactly; measured, so only with --families
+    docs/python-api.md  its tables of settings; the rest is not generated
 
 Tests compare them with `render()` and `with_settings()`.
 """
@@ -58,13 +58,13 @@ ROOT = Path(__file__).parents[1]
 def render(combinations: str = "") -> dict[str, str]:
     """Text of each generated document, by its path from the root of the repository.
 
-    combinations: a table that stands in docs/methods.md and is made elsewhere.
+    combinations: a table of docs/methods.md that is generated elsewhere.
     """
     return {"docs/cli.md": _commands(), "docs/methods.md": _methods(combinations)}
 
 
 def combinations_in(text: str) -> str:
-    """The table of combinations in the text of docs/methods.md; nothing if there is none."""
+    """The table of combinations in the text of docs/methods.md; empty if there is none."""
     _, found, rest = text.partition(f"{_BEGIN}\n")
     return rest.partition(f"\n{_END}")[0] if found else ""
 
@@ -76,13 +76,13 @@ def with_combinations(text: str, table: str) -> str:
 
 
 def with_settings(text: str) -> str:
-    """The text of docs/python-api.md with a table of settings behind each of its marks."""
+    """The text of docs/python-api.md with a table of settings after each of its marks."""
     classes = {cls.__name__: cls for cls in (EngineConfig, SamplingParams)}
     return _SETTINGS.sub(lambda m: f"{m[1]}{_settings(classes[m[2]])}\n{m[3]}", text)
 
 
 def render_families() -> str:
-    """Text of docs/models.md: the table of `keyhole models`; a second per family."""
+    """Text of docs/models.md: the table of `keyhole models`; takes a second per family."""
     verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
     exact = sum(verdict.exact for verdict in verdicts)
     head = _FAMILIES.format(version=transformers.__version__, exact=exact, all=len(verdicts))
@@ -90,7 +90,7 @@ def render_families() -> str:
 
 
 def _without_name(reason: str | None) -> str:
-    """A reason without the name of the model, which the first column has."""
+    """A reason without the model's name, which the first column has."""
     if reason is None:
         return "exact"
     text = reason.split(") ", 1)[-1] if reason.startswith("model '") else reason
@@ -98,7 +98,7 @@ def _without_name(reason: str | None) -> str:
 
 
 def main() -> None:
-    """Writes them into this repository; with --families the table of families alone."""
+    """Writes the documents into this repository; with --families only the table of families."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", action="store_true", help="docs/models.md alone")
     if parser.parse_args().families:
@@ -134,7 +134,7 @@ def _section(command: Parser, mark: str) -> str:
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    # The width of a page, not of the terminal that `make docs` happens to run in.
+    # A fixed width, not that of the terminal in which `make docs` runs.
     parser.formatter_class = functools.partial(Formatter, width=_WIDTH)
     return f"```\n{parser.format_help().rstrip()}\n```"
 
@@ -162,7 +162,7 @@ def _methods(combinations: str) -> str:
 
 
 def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
-    """A table of our methods of a kind, and a section of each."""
+    """A table of our methods of one kind, and a section for each."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
         f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
@@ -192,8 +192,8 @@ def _settings(cls: type[Any]) -> str:
 def with_differences(about: str) -> str:
     """The text of a docstring, with its list of differences as a Markdown table.
 
-    The list is a paragraph whose first line is `_DIFFERENCES`; each row begins with "- ", goes on
-    in indented lines and has three cells between " | ". AssertionError for a row of another form.
+    The list is a paragraph whose first line is `_DIFFERENCES`; each row begins with "- ", continues
+    in indented lines and has three cells separated by " | ". AssertionError for any other row.
     """
     parts = []
     for part in about.split("\n\n"):

@@ -1,14 +1,14 @@
-"""What each difference between our reuse methods and their authors' codes is worth.
+"""Measures the effect of each difference between our reuse methods and the authors' code.
 
     python -m benchmarks.reuse_differences [--items 100] [--groups cacheblend ...]
 
-Two short documents of the bundled model's world and a question; each variant answers the same
-questions as the first of its group, which is keyhole's default but for what its name says. All of
-it is plain PyTorch in float32, `tests/reuse/published.py`: tests hold it to the engine's answers.
-Each group adds a line to benchmarks/results/reuse-differences.jsonl with each answer's rightness,
-and the relative error of the first answer token's logits against a prompt computed whole, and
-prints shares with Wilson's interval, McNemar's exact test against the first, and median errors.
-Seeds count from 0.
+Each sample has two short documents of the bundled model's world and a question; each variant
+answers the same questions as the first of its group, Keyhole's default except where its name says
+otherwise. The code is plain PyTorch in float32, `tests/reuse/published.py`, and tested against the
+engine's answers. Each group adds a line to benchmarks/results/reuse-differences.jsonl with every
+answer's correctness and the relative error of the first answer token's logits against a fully
+computed prompt, and prints shares with Wilson intervals, McNemar's exact test against the first
+variant, and median errors. Seeds count from 0.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from tests.reuse import oracle, plain, plain_methods, published
 
 _BLOCK, _SHAPE = 16, (2, 320)
 _LONGEST = 16
-# InfLLM's local window, at whose distance it looks at everything beyond.
+# InfLLM's local window; it places everything beyond at this distance.
 _FAR = 4096
 
 
 class Network(plain.Network):
-    """The plain one with torch's own attention, as a loop over heads takes long here."""
+    """The plain network with torch's attention, because a loop over heads is slow."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """[T, Hq, D], as the plain one."""
+        """[T, Hq, D], as in the plain network."""
         heads = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -54,7 +54,7 @@ class Network(plain.Network):
 
 @dataclass
 class DifferenceCase:
-    """A question; what several variants need is made once."""
+    """A question; what several variants need is computed once."""
 
     network: Network
     tokenizer: Any
@@ -69,43 +69,43 @@ class DifferenceCase:
         return [self.tokenizer(self.item.prefix).input_ids, *ids]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made at the first call."""
+        """The result of `make`, computed at the first call."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
     def alone(self, first: int | None = None) -> published.Chunks:
-        """The parts, each read alone."""
+        """The parts, each encoded separately."""
         found: published.Chunks = self.once(
             ("alone", first), lambda: published.read_alone(self.network, self.parts, first)
         )
         return found
 
     def judged(self, ids: Sequence[int], logits: Tensor) -> tuple[int, float]:
-        """Whether these tokens are the right answer, and the error of the first one's logits."""
+        """Whether these tokens are the right answer, and the error of the first token's logits."""
         whole = self.once("whole", self._whole)
         error = float((logits - whole).norm() / whole.norm())
         return int(exact_match(self.item, self.tokenizer.decode(ids))), error
 
     def _whole(self) -> Tensor:
-        """Logits after the prompt where nothing is reused."""
+        """Logits after the prompt without reuse."""
         chunks = self.alone()
         return published.cacheblend(
             self.network, chunks, number=0, suffix=len(chunks.ids), lower_right=False
         )[2]
 
 
-#: Rightness and error of an answer.
+#: Correctness and error of an answer.
 Variant = Callable[[DifferenceCase], tuple[int, float]]
 
 
 def cacheblend(
     *, bos: bool = False, share: float | Sequence[float] = 0.15, whole: bool = True, **settings: Any
 ) -> Variant:
-    """CacheBlend as keyhole has it but for what is given.
+    """Keyhole's CacheBlend, except for the given settings.
 
-    whole: all of the question is computed, not its last token alone. bos: documents are read after
-    the token that begins a text, which is dropped.
+    whole: the whole question is computed, not only its last token. bos: documents are encoded after
+    the BOS token, which is then dropped.
     """
 
     def answer(case: DifferenceCase) -> tuple[int, float]:
@@ -123,7 +123,7 @@ def cacheblend(
 
 
 def epic(initial: int, local: int = 0, *, bos: bool = False) -> Variant:
-    """EPIC; bos: each document keeps the token that begins a text."""
+    """EPIC; bos: each document keeps the BOS token."""
 
     def answer(case: DifferenceCase) -> tuple[int, float]:
         chunks = case.alone()
@@ -140,7 +140,7 @@ def epic(initial: int, local: int = 0, *, bos: bool = False) -> Variant:
 
 
 def by_plan(plan: Callable[..., plain_methods.Choice], **settings: Any) -> Variant:
-    """A choice of blocks; `plan` is given the prompt and these settings."""
+    """A selection of blocks by `plan` from the prompt and these settings."""
 
     def answer(case: DifferenceCase) -> tuple[int, float]:
         prefix, *documents, question = case.parts
@@ -156,10 +156,10 @@ def by_plan(plan: Callable[..., plain_methods.Choice], **settings: Any) -> Varia
     return answer
 
 
-#: In the mean of four layers 15 %, as the paper's set, which shrinks from layer to layer.
+#: 15 % in the mean of four layers, like the paper's set, which shrinks from layer to layer.
 _SHRINKING = (0.19, 0.17, 0.13, 0.11)
 
-#: Kind of question, and what answers it; the first is what the others are compared with.
+#: Kind of question and variants; the others are compared with the first.
 GROUPS: dict[str, tuple[str, dict[str, Variant]]] = {
     "cacheblend at layer 1": (
         "needs_each_other/anywhere",
@@ -220,7 +220,7 @@ GROUPS: dict[str, tuple[str, dict[str, Variant]]] = {
 
 
 def main() -> None:
-    """Asks, counts and stores."""
+    """Reads the command line, measures and stores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS, metavar="GROUP")
@@ -241,7 +241,7 @@ def main() -> None:
 
 @torch.no_grad()
 def count(network: Network, tokenizer: Any, group: str, items: int) -> list[dict[str, Any]]:
-    """Of each variant of a group, which of the first items it answers rightly, and its errors."""
+    """Per variant of a group, which of the first items it answers correctly, and its errors."""
     kind, variants = GROUPS[group]
     question, where = kind.split("/")
     number, words = _SHAPE
@@ -257,7 +257,7 @@ def count(network: Network, tokenizer: Any, group: str, items: int) -> list[dict
 
 
 def report(line: dict[str, Any]) -> str:
-    """A group's shares and errors, and each against the first."""
+    """Describes a group's shares and errors, each compared with the first."""
     first = line["results"][0]
     rows = [f"{line['group']}, {len(first['right'])} questions"]
     for result in line["results"]:

@@ -1,21 +1,21 @@
-"""Questions over stored documents: right answers, what is kept, computed and read, and time.
+"""Questions over stored documents: right answers, tokens kept, recomputed and read, and time.
 
     python -m benchmarks.samkv [--items 200] [--kinds one ...] [--shapes 8x512 ...] [--ablation]
     python -m benchmarks.samkv --render
 
-The bundled model answers the same questions under every method, in turns, each alone. Documents are
-encoded once and read from a store on disk; nothing is known of earlier prompts. A cell is a kind of
-question and a shape, documents x words; each adds a line to benchmarks/results/samkv.jsonl when it
-is done, so that a run that was stopped goes on with the next cell under the same command
-(`--again` measures cells that are there already). Where a cell lacks some methods only these are
-measured, on the same questions and beside `recompute`; their line is added to the cell. `--render`
-writes docs/samkv.md and its pictures. Seeds count from 0.
+The bundled model answers the same questions under every method, one request at a time, with the
+methods interleaved. Documents are encoded once and read from a store on disk; no prefix is cached.
+A cell is a kind of question and a shape, documents x words. A finished cell adds a line to
+benchmarks/results/samkv.jsonl, so the same command resumes an interrupted run (`--again` measures
+existing cells again). If a cell lacks some methods, only these and `recompute` are measured, on the
+same questions; their line is added to the cell. `--render` writes docs/samkv.md and its figures.
+Seeds count from 0.
 
     python -m benchmarks.samkv --equal [--items 100]
 
-measures methods at equal budgets instead, over shorter documents with what is needed anywhere in
-them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each question `multi_infllm`
-and random blocks keep as many tokens as SamKV kept there, and `cacheblend` computes as many again.
+measures methods at equal budgets instead, over shorter documents with the needed sentences anywhere
+in them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each question,
+`multi_infllm` and random blocks keep as many tokens as SamKV, and `cacheblend` recomputes as many.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from keyhole.bench import measure
 from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make, token_f1
 from keyhole.reuse import make_reuse
 
-#: Kind of question, and where in their documents the sentences stand that it needs.
+#: Kind of question, and the position of the needed sentences in their documents.
 KINDS = (
     "one/ends",
     "one/middle",
@@ -56,14 +56,14 @@ OUTPUT = benchmarks.results() / "samkv.jsonl"
 EQUAL_KINDS = ("one/anywhere", "two_hop/anywhere", "needs_each_other/anywhere")
 EQUAL_SHAPE = "4x320"
 EQUAL_OUTPUT = benchmarks.results() / "samkv-equal.jsonl"
-# With blocks of 64 three of them are already two fifths of 512 words.
+# Three blocks of 64 would already be two fifths of 512 words.
 _BLOCK_SIZE = {320: 16, 512: 32}
 # The longest answer has thirteen words.
 _ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 
 
 def main() -> None:
-    """Asks, counts and stores."""
+    """Reads the command line, measures and stores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
     kinds = (*KINDS, *(kind for kind in EQUAL_KINDS if kind not in KINDS))
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+")
     parser.add_argument("--equal", action="store_true", help="methods at equal budgets")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
-    parser.add_argument("--ablation", action="store_true", help="SamKV's switches, too")
-    parser.add_argument("--again", action="store_true", help="cells that are there already, too")
+    parser.add_argument("--ablation", action="store_true", help="also ablate SamKV")
+    parser.add_argument("--again", action="store_true", help="measure stored cells again")
     parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
@@ -81,7 +81,7 @@ def main() -> None:
     arguments.items = arguments.items or (100 if equal else 200)
     arguments.output = arguments.output or (EQUAL_OUTPUT if equal else OUTPUT)
     if not arguments.render:
-        # Times are compared with those of recompute.
+        # Times are reported relative to recompute.
         names = ("recompute", *arguments.methods)
         variants = {name: variant for name, variant in METHODS.items() if name in names}
         if arguments.ablation:
@@ -102,7 +102,7 @@ def main() -> None:
 def _cell(
     llm: LLM, kind: str, shape: str, variants: dict[str, Variant], arguments: argparse.Namespace
 ) -> None:
-    """One line, unless it is there."""
+    """Measures one cell unless it is stored."""
     block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
     known = page.stored(arguments.output).get((kind, shape))
     if known is not None and not arguments.again and known["items"] >= items:
@@ -112,7 +112,7 @@ def _cell(
             print(f"{kind} {shape}: there already", file=sys.stderr)
             return
         if known["block_size"] == block_size:
-            # The same questions, and what times are compared with.
+            # The same questions, and the reference for times.
             variants, items = {"recompute": variants["recompute"]} | missing, known["items"]
     line = _line(kind, shape, items, block_size, arguments)
     line["results"] = count(llm, kind, shape, variants, items, block_size)
@@ -121,7 +121,7 @@ def _cell(
 
 
 def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) -> None:
-    """One line with every method at equal budgets, unless it is there."""
+    """Measures one cell with every method at equal budgets, unless it is stored."""
     block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
     known = document_equal.stored(arguments.output).get((kind, shape))
     if known is not None and not arguments.again and known["items"] >= items:
@@ -138,7 +138,7 @@ def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) 
 def _line(
     kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """What is known of a line before it is measured."""
+    """The fields of a line that are known before the measurement."""
     line = measure.header("samkv", torch.device("cpu"), arguments.note)
     line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
     return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
@@ -155,8 +155,8 @@ def count(
 ) -> list[dict[str, Any]]:
     """A result per method over the first `items` items of a cell.
 
-    matches: of some variants, the one whose budget they get on each question. Then the result says
-    of every item whether it was right.
+    matches: variant -> the variant whose budget it gets on each question. Results then say of every
+    item whether it was right.
     """
     matches = matches or {}
     question, where = kind.split("/")
@@ -166,8 +166,8 @@ def count(
         item = make(question, where=where, num_documents=number, words=words, seed=seed)
         for name, text in zip(item.names, item.documents, strict=True):
             llm.documents.add(name, text, block_size=block_size)
-        # Who is first has the coldest caches: everybody in turn, those with a budget of their own
-        # before the others.
+        # The first one has the coldest caches, so the order rotates; variants with a budget of
+        # their own run before the others.
         order = list(variants)
         order = order[seed % len(order) :] + order[: seed % len(order)]
         for name in sorted(order, key=lambda name: name in matches):
@@ -185,7 +185,7 @@ def count(
 
 
 def _matched(variant: Variant, other: Mapping[str, Any], seed: int) -> Variant:
-    """With as many tokens kept, or computed again, as another variant had on this question."""
+    """The method with as many kept or recomputed tokens as another variant on this question."""
     method, settings = variant
     if method == "multi_infllm":
         return method, {**settings, "sequence_ratio": other["sequence_ratio"]}
@@ -195,7 +195,7 @@ def _matched(variant: Variant, other: Mapping[str, Any], seed: int) -> Variant:
 
 
 def _sized(variant: Variant, block_size: int) -> Variant:
-    """With the blocks of the records; EPIC computes as much at the ends as SamKV does."""
+    """The method with the records' block size; EPIC recomputes as much at the ends as SamKV."""
     method, settings = variant
     if method == "sam_kv":
         settings = {**settings, "block_size": block_size}
@@ -228,7 +228,7 @@ def _ask(llm: LLM, item: DocumentItem, variant: Variant) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the questions; of the time the median."""
+    """Means over the questions; the median for times."""
     means: dict[str, Any] = {}
     for name in rows[0]:
         values = [row[name] for row in rows if row[name] is not None]

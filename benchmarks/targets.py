@@ -1,4 +1,4 @@
-"""What kernels and steps are to reach, as ratios of one run (medians, the machine's best path)."""
+"""Targets of kernels and steps, as ratios within one run (medians, the machine's best path)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keyhole.bench.measure import Result
 
 @dataclass(frozen=True)
 class RatioTarget:
-    """A number wanted: at least, or at most."""
+    """A target: at least or at most a number."""
 
     name: str
     value: float
@@ -19,14 +19,14 @@ class RatioTarget:
     at_least: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """For a line of results."""
+        """The fields of a line of results."""
         met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
         wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
         return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
 
 
 def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
-    """Every bar whose operations were measured on `path`."""
+    """Every target whose operations were measured on `path`."""
     found: list[RatioTarget] = []
     everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]
     longest = max((r["tokens"] for r in everything), default=0)

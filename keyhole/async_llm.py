@@ -5,10 +5,10 @@
     async for piece in llm.stream("prompt"):
         print(piece.text, end="")
 
-Nothing blocks the event loop: opening documents and steps happen in the thread, which ends when
-there is nothing to do, and prompts are tokenised in threads of their own. A task that is cancelled,
-or leaves its `async for`, frees its request within a step. A task that reads slowly slows no other:
-what came meanwhile is its next piece.
+Nothing blocks the event loop: the thread opens documents and runs steps, and ends when there is no
+work; other threads tokenise prompts. When a task is cancelled, or leaves its `async for`, its
+request is freed within a step. A slow reader does not slow other tasks: the tokens that arrive
+meanwhile become its next piece.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from keyhole.tokenization import Detokenizer, Message, Prompt, Prompts, Tool, on
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What an engine holds at a moment.
+    """A snapshot of an engine.
 
     waiting: requests that no step has begun. pages_free: pages that hold nothing; pages_known:
-    those of known prompts, which go when requests need them.
+    pages of the prefix cache, which are evicted when requests need them.
     """
 
     waiting: int
@@ -49,7 +49,7 @@ class EngineLoad:
 
 
 def load_of(engine: Engine) -> EngineLoad:
-    """The numbers of now, without waiting for a step."""
+    """The current load, without waiting for a step."""
     return EngineLoad(
         waiting=len(engine.scheduler.waiting),
         pages_free=engine.cache.available,
@@ -63,18 +63,18 @@ class Steps(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running or waiting."""
         ...
 
     def start(self, number: int, call: Submission) -> None:
         """Takes a request."""
 
     def leave(self, number: int) -> None:
-        """Frees it."""
+        """Frees a request."""
 
 
 class _Inbox:
-    """What a task's request has got and the task has not taken. Used in the task's event loop."""
+    """The updates that a task has not taken yet. Used in the task's event loop."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class _Inbox:
         self._has_some.set()
 
     async def take(self) -> Piece:
-        """All that is there, as one piece; waits for some. Raises what ended the request."""
+        """Waits for updates and returns all as one piece; raises the request's error, if any."""
         await self._has_some.wait()
         updates, self._updates = self._updates, []
         self._has_some.clear()
@@ -96,7 +96,7 @@ class _Inbox:
         if last.extras is not None and last.extras.error is not None:
             if not before:
                 raise last.extras.error
-            self.put(last)  # after what came before it
+            self.put(last)  # raised after the earlier updates
             return self._piece(before)
         return self._piece(updates)
 
@@ -127,7 +127,7 @@ class _Inbox:
 
 
 def _joined(parts: list[Extras], name: str) -> list[Any] | None:
-    """What all parts have of a list; None if they have none."""
+    """The lists of this name in all parts, concatenated; None if no part has one."""
     lists = [found for part in parts if (found := getattr(part, name)) is not None]
     return list(itertools.chain.from_iterable(lists)) if lists else None
 
@@ -138,29 +138,32 @@ def _put_all(given: list[tuple[_Inbox, Update]]) -> None:
 
 
 class AsyncLLM:
-    """The methods of an `LLM`, to be awaited; hundreds of tasks may wait at once.
+    """The methods of an `LLM` as coroutines; hundreds of tasks may wait at once.
 
-    The `LLM` stays usable from threads meanwhile.
+    The `LLM` stays usable from threads.
+
+    stream_interval: the most seconds that a stream's tokens wait for the next ones when many
+    streams run, which saves work in the event loop; its first and last pieces never wait.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        if not isinstance(llm, LLM):  # its thread would end, and every request wait for ever
+    def __init__(self, llm: LLM, *, stream_interval: float = 0.0) -> None:
+        if not isinstance(llm, LLM):  # the thread would fail, and requests would wait for ever
             raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
         self._inboxes: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
-        self._steps: Steps = StepThread(llm, self._deliver)
+        self._steps: Steps = StepThread(llm, self._deliver, stream_interval)
 
     @property
     def documents(self) -> Documents:
-        """As of the `LLM`; `add` waits for the engine, so it belongs into a thread."""
+        """The documents of the `LLM`; `add` waits for the engine, so call it in a thread."""
         return self.llm.documents
 
     def load(self) -> EngineLoad:
-        """What the engine holds now."""
+        """The engine's current load."""
         return load_of(self.llm.engine)
 
-    @overload  # a text is also an iterable of texts
+    @overload  # a string is also an iterable of strings
     async def generate(  # type: ignore[overload-overlap]
         self,
         prompts: str | Mapping[str, Any],
@@ -181,7 +184,7 @@ class AsyncLLM:
     ) -> Result | list[Result]:
         """As `LLM.generate`: one Result for one prompt, a list of Results for a list.
 
-        If one of a list fails, or the task is cancelled, the others are freed.
+        If one prompt of a list fails, or the task is cancelled, the other requests are freed.
         """
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))
@@ -206,7 +209,7 @@ class AsyncLLM:
         policy: PolicySpec | None = None,
         caller: str = "",
     ) -> AsyncGenerator[Piece, None]:
-        """As `LLM.stream`, for `async for`. caller: those of several callers take turns."""
+        """As `LLM.stream`, for `async for`. caller: requests of several callers take turns."""
         given = {"prompt": prompt, "policy": policy, "caller": caller}
         return self._pieces("submit", given, params)
 
@@ -218,9 +221,9 @@ class AsyncLLM:
         policy: PolicySpec | None = None,
         caller: str = "",
     ) -> list[AsyncGenerator[Piece, None]]:
-        """A stream for each of the `params.n` completions of a prompt, to be read at once.
+        """A stream for each of the `params.n` completions of a prompt; read them concurrently.
 
-        Those after the first wait for the computation of the prompt, and share it.
+        The prompt is computed once, for the first; the others wait for it.
         """
         given = {"prompt": prompt, "policy": policy, "caller": caller}
         return self._sharing("submit", given, params_for(params, 1)[0])
@@ -319,7 +322,7 @@ class AsyncLLM:
     async def _completions(
         self, method: Method, given: Mapping[str, Any], params: SamplingParams
     ) -> Result:
-        """All completions of a prompt."""
+        """Generates all completions of a prompt."""
         streams = self._sharing(method, given, params, whole=True)
         tasks = [asyncio.ensure_future(_last(stream)) for stream in streams]
         try:
@@ -336,7 +339,7 @@ class AsyncLLM:
         *,
         whole: bool = False,
     ) -> list[AsyncGenerator[Piece, None]]:
-        """A stream per completion; those after the first share its computation."""
+        """A stream per completion; all share one computation of the prompt."""
         each = params.each()
         group = next(self._numbers) if len(each) > 1 else None
         return [self._pieces(method, given, one, group=group, whole=whole) for one in each]
@@ -352,7 +355,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[Piece, None]:
         (params,) = params_for(params, 1)
         prompt = given.get("prompt")
-        if isinstance(prompt, str):  # no step waits for the tokens of a long text
+        if isinstance(prompt, str):  # tokenised here, so that no step waits for a long text
             tokens = await asyncio.to_thread(self.llm.tokens, prompt)
             given = {**given, "prompt": {"prompt_token_ids": tokens}}
         number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)
@@ -371,7 +374,7 @@ class AsyncLLM:
             self._steps.leave(number)
 
     def _deliver(self, updates: Iterable[Update]) -> None:
-        """Hands out what a step brought: each event loop is woken once, not for each request."""
+        """Distributes a step's updates; wakes each event loop once, not once per request."""
         ready: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, Update]]] = {}
         for update in updates:
             inbox = self._inboxes.get(update.number)

@@ -318,6 +318,10 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+#: What may propose tokens.
+DRAFTS = ("ngram",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Engine settings: batch size, memory and offloading."""
@@ -338,10 +342,21 @@ class EngineConfig:
     )
     graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
+    draft: str | None = setting(
+        None, "propose tokens, checked together in one step: ngram copies earlier text; None: no"
+    )
+    num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
 
     def __post_init__(self) -> None:
         settle_types(self)
-        require_counts(self, "max_batch", "page_size", "prefill_chunk")
+        require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
+        if self.draft is not None and self.draft not in DRAFTS:
+            raise UnknownNameError("draft", self.draft, DRAFTS)
+        if self.draft is not None and self.offload is not None:
+            raise ConfigError(
+                f"draft {self.draft!r} cannot be used with offload=: the buffers of offloaded "
+                "layers hold one token of a request; leave one of them out"
+            )
         for name in ("memory", "total_memory", "max_length"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")

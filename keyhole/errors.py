@@ -64,7 +64,7 @@ class CapacityError(KeyholeError, MemoryError):
 
 
 class StorageFullError(CapacityError):
-    """No room for a document where documents are stored; those that are there stay."""
+    """The document store is full; stored documents are kept."""
 
 
 class NumericalError(KeyholeError, ArithmeticError):

@@ -72,6 +72,9 @@ class LLM:
         prefix_cache: Whether the start that prompts share is computed only once.
         graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
         max_length: Most tokens of a sequence; by default the model's limit.
+        draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
+            tokens where they occurred before), or None. Results do not change.
+        num_draft_tokens: Most proposed tokens of a request in a step.
         documents: Where stored documents are: a folder, or a URL that fsspec supports; by default
             in the user's cache folder.
         documents_limit: Most bytes that they may take there, as a number or text.
@@ -101,6 +104,8 @@ class LLM:
         max_prefill_share: float = EngineConfig.max_prefill_share,
         graphs: bool = EngineConfig.graphs,
         max_length: int | None = None,
+        draft: str | None = None,
+        num_draft_tokens: int = EngineConfig.num_draft_tokens,
         documents: str | Path | None = None,
         documents_limit: int | str | None = None,
         documents_check: str = "open",
@@ -117,6 +122,8 @@ class LLM:
             offload=None if offload is None else str(offload),
             graphs=graphs,
             max_length=max_length,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
         )
         chosen = make_policy(policy)
         loaded = _loaded(model, tokenizer, device, dtype)

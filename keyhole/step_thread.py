@@ -1,13 +1,14 @@
 """The thread that runs steps for many requests.
 
-Requests come, and what steps bring them leaves, as plain data with a number: the caller may be an
-event loop of this process (`AsyncLLM`) or another process (`keyhole serve`). The thread makes no
-text of tokens, which the caller can do while the next step runs.
+Requests and their updates are plain data identified by a number, so the caller may be an event loop
+of this process (`AsyncLLM`) or another process (`keyhole serve`). The thread does not detokenise;
+the caller does so while the next step runs.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,16 +19,19 @@ from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Result, Sequence, Stats, result_of
 from keyhole.llm import LLM
 
-#: Of `LLM`, one that makes a sequence.
+#: Delay of tokens per stream beyond the first: each delivery wakes the reader, which writes to
+#: every stream and takes time from the cores that compute.
+_WAIT_PER_STREAM_S = 0.01
+#: The methods of `LLM` that create a sequence.
 Method = Literal["submit", "submit_chat", "submit_ask"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A request: the method of `LLM` that makes its sequence, and the arguments.
+    """A request: the method of `LLM` that creates its sequence, and the arguments.
 
-    group: requests of one number have the same prompt; those after the first share its computation.
-    whole: nothing is wanted before the end.
+    group: requests with the same number have the same prompt and compute it once.
+    whole: the caller wants a single update at the end.
     """
 
     method: Method
@@ -38,7 +42,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What an update may have beside tokens; most have none of it.
+    """Optional parts of an update; most updates have none.
 
     logprobs, reads, prompt_token_ids, stats: as in a `Piece`. result, error: how the request ended.
     num_silent: how many of its last tokens have no text, such as an end token.
@@ -52,18 +56,24 @@ class Extras:
     error: BaseException | None = None
     num_silent: int = 0
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has ended."""
+        return self.result is not None or self.error is not None
+
 
 class Update(NamedTuple):
-    """New tokens of request `number`."""
+    """New tokens of request `number`; is_first: they are its first."""
 
     number: int
     tokens: list[int]
     extras: Extras | None = None
+    is_first: bool = False
 
 
 @dataclass(eq=False)
 class _Request:
-    """given: tokens that were handed out; is_left: no caller waits any more."""
+    """given: how many tokens were delivered; is_left: the caller has left."""
 
     number: int
     call: Submission
@@ -74,16 +84,78 @@ class _Request:
     error: BaseException | None = None
 
 
-class StepThread:
-    """Takes requests, runs steps, and hands out what they bring; ends when there is nothing to do.
+class _Gathering:
+    """Combines the updates of several steps into one delivery.
 
-    deliver: called in the thread, once for each step, with an update for each request that has
-    something new.
+    deliver: called with updates, by the thread that puts them or by a background thread. interval:
+    as in `StepThread`.
     """
 
-    def __init__(self, llm: LLM, deliver: Callable[[list[Update]], None]) -> None:
-        self._llm, self._deliver = llm, deliver
-        self._guard = threading.Lock()  # of what follows
+    def __init__(self, deliver: Callable[[list[Update]], None], interval: float) -> None:
+        self._deliver, self._interval = deliver, interval
+        self._guard = threading.Lock()  # for the fields below and the order of deliveries
+        self._held: list[Update] = []
+        self._due = 0.0
+        self._is_watched = False
+
+    def put(self, updates: list[Update]) -> None:
+        """Takes the updates of a step."""
+        with self._guard:
+            self._held += updates
+            if time.monotonic() >= self._due or any(map(_begins_or_ends, updates)):
+                self._deliver_held()
+            elif not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="updates", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Delivers updates that are due while a long step runs."""
+        while self._is_watched:
+            time.sleep(self._interval)
+            with self._guard:
+                self._is_watched = bool(self._held)
+                if self._held and time.monotonic() >= self._due:
+                    self._deliver_held()
+
+    def _deliver_held(self) -> None:
+        held, self._held = _joined(self._held), []
+        self._due = time.monotonic() + min(self._interval, (len(held) - 1) * _WAIT_PER_STREAM_S)
+        self._deliver(held)
+
+
+def _joined(updates: list[Update]) -> list[Update]:
+    """Merges the updates of each request; those with extras stay separate."""
+    found: dict[int, Update] = {}
+    others = []
+    for update in updates:
+        known = found.get(update.number)
+        if update.extras is not None:
+            others.append(update)
+        elif known is None:
+            found[update.number] = update
+        else:
+            found[update.number] = known._replace(tokens=known.tokens + update.tokens)
+    return [*found.values(), *others]
+
+
+def _begins_or_ends(update: Update) -> bool:
+    return update.is_first or (update.extras is not None and update.extras.is_last)
+
+
+class StepThread:
+    """Takes requests, runs steps, and delivers updates; the thread ends when there is no work.
+
+    deliver: called once per step with an update for each request that has something new; calls
+    never overlap. interval: the most seconds that tokens wait for those of later steps, less if few
+    requests run; a request's first and last tokens never wait.
+    """
+
+    def __init__(
+        self, llm: LLM, deliver: Callable[[list[Update]], None], interval: float = 0.0
+    ) -> None:
+        self._llm = llm
+        self._deliver = _Gathering(deliver, interval).put if interval else deliver
+        self._guard = threading.Lock()  # for the fields below
         self._new: list[_Request] = []
         self._known: dict[int, _Request] = {}
         self._thread: threading.Thread | None = None
@@ -91,11 +163,11 @@ class StepThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running or waiting."""
         return self._thread is None
 
     def start(self, number: int, call: Submission) -> None:
-        """Takes a request. Its documents are open until it ends."""
+        """Takes a request. Its documents stay open until it ends."""
         request = _Request(number, call)
         with self._guard:
             self._new.append(request)
@@ -105,7 +177,7 @@ class StepThread:
                 self._thread.start()
 
     def leave(self, number: int) -> None:
-        """Frees a request before its next step; nothing is handed out for it any more."""
+        """Frees a request before its next step; it gets no more updates."""
         with self._guard:
             request = self._known.get(number)
             if request is not None:
@@ -122,7 +194,7 @@ class StepThread:
             running = self._step(running + taken)
 
     def _step(self, requests: list[_Request]) -> list[_Request]:
-        """One step for all; the requests that are not done."""
+        """Runs one step for all requests; returns those that have not ended."""
         engine = self._llm.engine
         with engine.lock:
             for request in requests:
@@ -130,7 +202,7 @@ class StepThread:
             if any(one.sequence and not one.sequence.is_finished for one in requests):
                 try:
                     engine.step()
-                except Exception as error:  # noqa: BLE001 - every caller that waits for this step gets it
+                except Exception as error:  # noqa: BLE001 - delivered to every caller of this step
                     for request in requests:
                         self._fail(request, error)
             updates = [update for one in requests if (update := self._update(one)) is not None]
@@ -167,7 +239,7 @@ class StepThread:
         return sequence
 
     def _update(self, request: _Request) -> Update | None:
-        """What is new; a request that is done, or failed, has no sequence after it."""
+        """The new tokens, if any; clears the sequence of a request that has ended."""
         if request.error is not None:
             return Update(request.number, [], Extras(error=request.error))
         sequence = request.sequence
@@ -179,7 +251,7 @@ class StepThread:
             return None
         request.given += len(tokens)
         if not (done or sequence.params.logprobs is not None or sequence.reads is not None):
-            return Update(request.number, tokens)
+            return Update(request.number, tokens, is_first=not given)
         try:
             extras = _extras(sequence, given, len(tokens))
         except Exception as error:  # noqa: BLE001 - the caller gets it
@@ -187,7 +259,7 @@ class StepThread:
             extras = Extras(error=error)
         if done:
             request.sequence = None
-        return Update(request.number, tokens, extras)
+        return Update(request.number, tokens, extras, is_first=not given)
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         if request.sequence is not None:
@@ -201,7 +273,7 @@ class StepThread:
 
 
 def _extras(sequence: Sequence, given: int, count: int) -> Extras:
-    """Of `count` tokens after the first `given`; raises the error that ended the request."""
+    """The extras of `count` tokens after the first `given`; raises what ended the request."""
     done, reads = sequence.is_finished, sequence.reads
     wanted = sequence.params.logprobs is not None
     generated = len(sequence.tokens) - len(sequence.prompt)

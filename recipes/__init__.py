@@ -1,1 +1,1 @@
-"""How what the package ships was made."""
+"""How the files that the package ships were made."""

@@ -205,7 +205,7 @@ def _same(one: Tensor, other: Tensor) -> None:
 
 
 def _memory(roomy: LLM, *, stored: bool) -> int:
-    """The least that holds all requests, with however many layers below."""
+    """The least memory that holds all requests, with any number of layers offloaded."""
     assert roomy.engine.offloader is not None
     lengths = [*map(len, REQUESTS)]
     if stored:

@@ -55,7 +55,7 @@ def test_a_reuse_method_is_made_of_its_text(text: str, reuse: Reuse) -> None:
     assert make_reuse(text) == reuse
 
 
-def test_settings_beside_a_name_come_before_those_behind_it(tmp_path: object) -> None:
+def test_separate_settings_override_those_in_the_name(tmp_path: object) -> None:
     assert make_policy("quest:token_budget=64", {"token_budget": 32}) == Quest(token_budget=32)
 
 

@@ -149,7 +149,9 @@ def test_thresholds_fall_where_the_budget_is_longer_than_the_texts() -> None:
 
 
 @given(models(), st.integers(1, 10**7), st.integers(1, 5000))
-def test_as_few_layers_go_below_as_must(model: MemoryModel, memory: int, length: int) -> None:
+def test_as_few_layers_are_offloaded_as_possible(
+    model: MemoryModel, memory: int, length: int
+) -> None:
     fits = [i for i in range(len(model.order) + 1) if model.bytes(length, i) <= memory]
     if model.bytes(0, 0) > memory:
         with pytest.raises(CapacityError, match="the weights need"):
@@ -190,7 +192,7 @@ def test_a_plan_counts_the_pages_of_requests_of_any_length(
         assert sum(model.terms(pages, i).values()) <= memory
 
 
-def test_layers_come_back_once_there_is_room_to_grow() -> None:
+def test_layers_become_resident_again_once_they_can_grow() -> None:
     """Room for what requests may still need, but no more than an eighth of what fits."""
     layers = 4 * (LayerMemory(token_bytes=100, slot_bytes=100, movable=True),)
     model = MemoryModel.measured(
@@ -208,7 +210,7 @@ def test_layers_come_back_once_there_is_room_to_grow() -> None:
     assert plan.left_below(most + 1, 0, 3) == 1
 
 
-def test_the_last_layers_go_below_first_and_windows_never() -> None:
+def test_the_last_layers_are_offloaded_first_and_windows_never() -> None:
     layer = LayerMemory(token_bytes=8, slot_bytes=8)
     window = dataclasses.replace(layer, movable=False)
     model = MemoryModel.measured(

@@ -49,7 +49,7 @@ def test_every_reuse_method_comes_back_as_it_was_settled(name: str, tmp_path: Pa
     assert make_policy(path) == make_policy("full")
 
 
-def test_settings_beside_the_file_come_before_its_own(tmp_path: Path) -> None:
+def test_separate_settings_override_those_of_the_file(tmp_path: Path) -> None:
     settings = {"token_budget": 64, "full_layers": [0, 1]}
     path = written(tmp_path, {"policy": "quest", "settings": settings})
     assert make_policy(path, {"token_budget": 32}) == keyhole.Quest(
@@ -122,7 +122,7 @@ def test_a_file_that_is_not_there_and_one_without_a_reuse_method(tmp_path: Path)
         SettingsFile(policy="full").save(tmp_path)
 
 
-def test_the_command_line_takes_a_file_and_flags_beside_it(tmp_path: Path) -> None:
+def test_the_command_line_takes_a_file_and_flags(tmp_path: Path) -> None:
     from keyhole.cli.common import flags
 
     parser = Parser()

@@ -1,6 +1,6 @@
 """Draws the diagrams of docs/ as SVG: `python -m benchmarks.diagrams`.
 
-    docs/images/step.svg        the life of one step, from the queue to the sampled tokens
+    docs/images/step.svg        one step, from the queue to the sampled tokens
     docs/images/page-table.svg  page tables of two sequences, and what one page holds
     docs/images/tiers.svg       resident and offloaded layers, and what moves between them
 
@@ -15,12 +15,12 @@ from benchmarks.diagrams.canvas import ACCENT, PLAIN, Canvas
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
-#: Fills: what a policy decides, what is selected, and a ground.
+#: Fill colours: decisions of the policy, selected data, background.
 _DECIDES, _SELECTED, _PALE = "#f6dcc6", "#bcdedb", "#f7f9fa"
 
 
 def render() -> dict[str, str]:
-    """The text of each SVG file, by its name."""
+    """The text of each SVG file, by file name."""
     return {
         "step.svg": _step().svg(),
         "page-table.svg": _pages().svg(),

@@ -24,7 +24,7 @@ class Canvas:
     def box(
         self, x: int, y: int, width: int, height: int, text: str = "", fill: str = PLAIN
     ) -> None:
-        """A rectangle, with lines of text in its middle."""
+        """A rectangle with centred lines of text."""
         self.shapes.append(
             f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='5' fill='{fill}' "
             f"stroke='{INK}' stroke-opacity='0.35'/>"
@@ -44,7 +44,7 @@ class Canvas:
         anchor: str = "start",
         small: bool = False,
     ) -> None:
-        """A line of text, whose base line starts (or has its middle) at the point."""
+        """A line of text whose baseline starts at the point, or is centred there."""
         weight = " font-weight='600'" if bold else ""
         size = 12 if small else 13
         self.shapes.append(
@@ -53,7 +53,7 @@ class Canvas:
         )
 
     def arrow(self, *points: tuple[int, int], color: str = INK, dashed: bool = False) -> None:
-        """A line through the points, with a head at its end."""
+        """A line through the points, with an arrowhead at its end."""
         path = " ".join(f"{x},{y}" for x, y in points)
         dash = " stroke-dasharray='5 4'" if dashed else ""
         self.shapes.append(

@@ -1,1 +1,1 @@
-"""Reuse methods beside each other at equal budgets."""
+"""Compares reuse methods at equal budgets."""

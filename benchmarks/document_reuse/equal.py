@@ -1,4 +1,4 @@
-"""The table of docs/samkv.md at equal budgets: every method, and a choice beside no choice.
+"""The tables of docs/samkv.md at equal budgets: every method, and selections against their control.
 
 Written by `python -m benchmarks.samkv --render` from the stored lines, between two comments.
 """
@@ -23,7 +23,7 @@ _HEADS = {
 
 
 def stored(path: Path) -> Lines:
-    """The last line of each cell."""
+    """The newest line of each cell."""
     texts = path.read_text().splitlines() if path.is_file() else []
     lines = [json.loads(text) for text in texts]
     return {(line["kind"], line["shape"]): line for line in lines}
@@ -36,7 +36,7 @@ def write(lines: Lines, docs: Path) -> None:
 
 
 def render(lines: Lines) -> str:
-    """Shares of right answers for each shape, then choices beside what they are compared with."""
+    """Shares of right answers per shape, then each selection and its control."""
     parts = []
     for shape in sorted({shape for _, shape in lines}):
         found = {kind: lines[kind, shape] for kind in _HEADS if (kind, shape) in lines}
@@ -47,7 +47,7 @@ def render(lines: Lines) -> str:
 
 
 def _shares(found: dict[str, Line]) -> str:
-    """Right answers with Wilson's interval; kept and computed as means over the kinds."""
+    """Right answers with Wilson intervals; kept and recomputed tokens as means over the kinds."""
     rows = [_head("method", found, ["kept", "computed"])]
     for name in EQUAL:
         own = [_result(line, name) for line in found.values()]
@@ -65,7 +65,7 @@ def _shares(found: dict[str, Line]) -> str:
 
 
 def _gains(found: dict[str, Line]) -> str:
-    """Differences of pairs in points, with their interval and the exact test's p."""
+    """Differences of pairs in points, with their interval and the p-value of the exact test."""
     rows = [_head("as many tokens kept: points more", found, [])]
     for name, other in PAIRS:
         cells = []
@@ -91,7 +91,7 @@ def _result(line: Line, name: str) -> Line:
 
 
 def _about(lines: list[Line]) -> str:
-    """How, where and when."""
+    """Command, machine and date."""
     line = lines[-1]
     machine, versions = line["machine"], line["versions"]
     tokens = sum(line["results"][0]["tokens"] for line in lines) / len(lines)

@@ -1,26 +1,26 @@
-"""The methods that the tables over stored documents compare, by the names that stand there."""
+"""The methods that the tables of stored documents compare, by the names in the tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: A method's name and its settings.
+#: The name of a method and its settings.
 Variant = tuple[str, dict[str, Any]]
 
-#: SamKV's table 3: everything computed, everything reused, and the methods between; then ours.
+#: SamKV's table 3: everything computed, everything reused, the methods in between; then ours.
 METHODS: dict[str, Variant] = {
     "recompute": ("recompute", {}),
     "reuse, not turned": ("reuse", {"rotate": False}),
     "reuse": ("reuse", {}),
     "multi_infllm": ("multi_infllm", {}),
-    # By keys and values, as the paper has it and as these lines were measured.
+    # By keys and values, as in the paper and in the stored lines.
     "cacheblend": ("cacheblend", {"deviation": "both"}),
-    # What documents lack of each other shows in this model's keys only from layer 2 on.
+    # In this model, missing attention to other documents affects keys only from layer 2 on.
     "cacheblend, layer 2": ("cacheblend", {"deviation": "both", "check_layer": 2}),
     "epic": ("epic", {}),
     "sam_kv overwrite": ("sam_kv", {"update": "overwrite"}),
     "sam_kv fusion": ("sam_kv", {"update": "fusion"}),
-    # Ours. What other documents look for would blur single tokens' queries: no bias.
+    # Ours, without a bias: other documents' queries would blur those of single tokens.
     "sam_kv extremes": ("sam_kv", {"score": "extremes", "share": 0.25, "bias": False}),
 }
 
@@ -31,7 +31,7 @@ def _ablation() -> dict[str, Variant]:
     for select, bias in ((False, True), (True, False), (True, True)):
         for recompute, update in ((False, "overwrite"), (True, "overwrite"), (True, "fusion")):
             if select and bias and recompute:
-                continue  # the method itself
+                continue  # the unmodified method
             parts = [
                 ("select" + (", bias" if bias else "")) if select else "ends only",
                 update if recompute else "nothing again",
@@ -46,8 +46,8 @@ ABLATION = _ablation()
 _MEAN, _EXTREMES = "sam_kv overwrite", "sam_kv extremes"
 _AT_RANDOM = {"score": "random"}
 
-#: The table at equal budgets: first what sets a budget; then each variant with the one whose share
-#: of kept tokens, or of tokens computed again, it gets on the same question (None: its own).
+#: The table at equal budgets: each variant, and the variant whose share of kept or recomputed
+#: tokens it gets on the same question (None: its own budget); those that set budgets come first.
 EQUAL: dict[str, tuple[Variant, str | None]] = {
     "recompute": (METHODS["recompute"], None),
     "reuse": (METHODS["reuse"], None),
@@ -64,7 +64,7 @@ EQUAL: dict[str, tuple[Variant, str | None]] = {
     "epic, as sam_kv": (METHODS["epic"], None),
 }
 
-#: Pairs that keep as many tokens: a choice, and what it is compared with.
+#: Pairs that keep equally many tokens: a selection and its control.
 PAIRS = (
     (_MEAN, "sam_kv at random"),
     ("sam_kv fusion", "sam_kv at random"),

@@ -1,4 +1,4 @@
-"""What docs/samkv.md says of measurements, and its picture (needs matplotlib).
+"""The measurements and the figure of docs/samkv.md (needs matplotlib).
 
 Written by `python -m benchmarks.samkv --render` from the stored lines, between two comments.
 """
@@ -15,7 +15,7 @@ from keyhole import drawing
 from keyhole.drawing import FAINT, INK
 
 Line = dict[str, Any]
-#: Lines by kind of question and shape.
+#: Lines, by kind of question and shape.
 Lines = dict[tuple[str, str], Line]
 
 BEGIN, END = "<!-- results: python -m benchmarks.samkv --render -->\n", "<!-- end of results -->"
@@ -35,11 +35,11 @@ _SAM_KV, _OTHER = "#b03a48", "#e08e4f"
 
 
 def stored(path: Path) -> Lines:
-    """Each cell as one line: the last that was measured whole, with what was added to it since.
+    """Each cell as one line: the newest complete measurement and the methods added to it since.
 
-    A line adds its methods to those before it, of the same questions in the same blocks, and takes
-    the place of methods that were there. Each result gets `reference_ms`, the time to first token
-    of `recompute` in its own line; the line gets `added`, the lines that added to it.
+    A later line with the same questions and blocks adds its methods, and replaces those of the
+    same name. Each result gets `reference_ms`, the time to first token of `recompute` in its own
+    line; the cell gets `added`, the lines that were added to it.
     """
     texts = path.read_text().splitlines() if path.is_file() else []
     found: Lines = {}
@@ -58,7 +58,7 @@ def _joined(before: Line | None, line: Line) -> Line:
     names = {r["method"] for r in results}
     if names >= {r["method"] for r in before["results"]}:
         return line
-    # That of `recompute` stays what it was: it is there as the reference.
+    # `recompute` is not replaced: later lines have it only as the reference.
     names.discard("recompute")
     kept = [r for r in before["results"] if r["method"] not in names]
     new = [r for r in results if r["method"] in names]
@@ -66,7 +66,7 @@ def _joined(before: Line | None, line: Line) -> Line:
 
 
 def cell(line: Line) -> str:
-    """One cell as text, while it is measured."""
+    """A summary of one cell, printed during the measurement."""
     rows = [
         f"  {r['method']:34} {r['exact']:6.1%} f1 {r['f1']:.3f} kept {r['sequence_ratio']:.3f} "
         f"computed {r['recompute_ratio']:.3f} first token {r['ttft_ms']:.0f} ms "
@@ -77,7 +77,7 @@ def cell(line: Line) -> str:
 
 
 def write(lines: Lines, docs: Path) -> None:
-    """Rewrites the tables of the page and its picture."""
+    """Rewrites the tables and the figure of the page."""
     page = docs / PAGE
     page.write_text(inserted(page.read_text(), render(lines)))
     if lines:
@@ -85,19 +85,19 @@ def write(lines: Lines, docs: Path) -> None:
 
 
 def inserted(text: str, tables: str) -> str:
-    """The text with the tables between the two comments."""
+    """The text with the tables inserted between the two comments."""
     return between(text, BEGIN, END, tables)
 
 
 def between(text: str, begin: str, end: str, tables: str) -> str:
-    """The text with the tables between these two comments."""
+    """The text with the tables inserted between these two comments."""
     head, rest = text.split(begin)
     _, tail = rest.split(end)
     return head + begin + tables + end + tail
 
 
 def render(lines: Lines) -> str:
-    """All tables: a shape after the other, then the switches of SamKV."""
+    """All tables: one per shape, then the ablation of SamKV."""
     parts = []
     for shape in _shapes(lines):
         number, words = shape.split("x")
@@ -112,7 +112,7 @@ def render(lines: Lines) -> str:
 
 
 def _table(found: dict[str, Line], names: Sequence[str]) -> str:
-    """Right answers of each kind, and costs as means over the kinds."""
+    """Right answers per kind, and costs as means over the kinds."""
     kinds = [kind for kind in _HEADS if kind in found]
     rows = ["| method | " + " | ".join([*(_HEADS[kind] for kind in kinds), *_COSTS]) + " |"]
     rows.append("|---" * (1 + len(kinds) + len(_COSTS)) + "|")
@@ -142,14 +142,14 @@ def _costs(by_kind: dict[str, dict[str, Line]], kinds: list[str], name: str) -> 
 
 
 def _times(results: list[Line]) -> float:
-    """Time to first token / that of `recompute` in the same lines."""
+    """Time to first token relative to `recompute` in the same lines."""
     return float(sum(r["ttft_ms"] for r in results) / sum(r["reference_ms"] for r in results))
 
 
 def picture(lines: Lines, path: Path) -> None:
     """Writes a PNG: right answers against time to first token.
 
-    A panel for each shape and place of what is needed: not every place is measured in every shape.
+    A panel per shape and position of the needed sentences, where this combination was measured.
     """
     panels = [
         (shape, place, own)
@@ -189,7 +189,7 @@ def _panel(axis: Any, lines: list[Line]) -> None:
         if not own:
             continue
         y = 100 * sum(r["exact"] for r in own) / len(own)
-        kind = name.partition(",")[0]  # a variant is hollow, in the colour of its method
+        kind = name.partition(",")[0]  # a variant has a hollow mark in its method's colour
         color = _SAM_KV if name.startswith("sam_kv") else _COLORS.get(kind, _OTHER)
         hollow = name in ("sam_kv fusion", "reuse, not turned", "cacheblend, layer 2")
         axis.plot(
@@ -203,13 +203,13 @@ def _panel(axis: Any, lines: list[Line]) -> None:
 
 
 def _shapes(lines: Lines) -> list[str]:
-    """Shapes, the fewest words first."""
+    """Shapes, in ascending order of words."""
     found = {shape for _, shape in lines}
     return sorted(found, key=lambda shape: [int(n) for n in reversed(shape.split("x"))])
 
 
 def _about(lines: list[Line]) -> str:
-    """How, where and when."""
+    """Command, machine and date."""
     line = max(lines, key=lambda line: str(line["date"]))
     machine, versions = line["machine"], line["versions"]
     tokens = sum(line["results"][0]["tokens"] for line in lines) / len(lines)
@@ -225,6 +225,6 @@ def _about(lines: list[Line]) -> str:
 
 
 def _added(line: Line) -> str:
-    """What was measured later, each with `recompute` beside it."""
+    """The methods that were measured later, each together with `recompute`."""
     names = ", ".join(r["method"] for r in line["results"] if r["method"] != "recompute")
     return f"\n{names}: {line['date'][:10]}, commit {line['commit']}; `{line['command']}`."

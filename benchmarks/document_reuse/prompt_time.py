@@ -3,8 +3,8 @@
     python -m benchmarks.document_reuse.prompt_time [--shape llama-100m] [--documents 4]
         [--tokens 512] [--repeat 7]
 
-Every method answers in turns (`benchmarks.paper.documents`); what is printed, and stored with the
-times, is each method's median ratio to `recompute` in the same turn. Adds a line to
+The methods are interleaved (`benchmarks.paper.documents`); each method's median ratio to
+`recompute` in the same round is printed and stored with the times. Adds a line to
 benchmarks/results/documents.jsonl.
 """
 
@@ -59,11 +59,11 @@ def main() -> None:
     line["by_recompute"] = ratios(line["results"])
     benchmarks.append(arguments.output, line)
     for name, ratio in line["by_recompute"].items():
-        print(f"{name}: {ratio:.3f} of the time that computing everything takes")
+        print(f"{name}: {ratio:.3f} of the time of computing everything")
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each system the median over turns of its time / that of `recompute` in the same turn."""
+    """Per system, the median over rounds of its time divided by that of `recompute`."""
     times = {result["system"]: result["all_ttft_ms"] for result in results}
     return {
         name: statistics.median(

@@ -1,1 +1,1 @@
-"""Operations beside their peers: `python -m benchmarks.kernels`."""
+"""Kernel benchmark: `python -m benchmarks.kernels`."""

@@ -1,6 +1,6 @@
-"""Time and bandwidth of every operation on every backend, beside plain PyTorch.
+"""Time and bandwidth of every operation on every backend, compared with plain PyTorch.
 
-All take turns and must agree before they are timed. Every run adds a line with its machine,
+Results must agree before timing; timings are interleaved. Every run adds a line with its machine,
 versions and settings to --output.
 """
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(settings: KernelSettings, report: Report) -> dict[str, Any]:
-    from benchmarks.kernels import run  # after the flags: it imports torch
+    from benchmarks.kernels import run  # after parsing the flags, as it imports torch
 
     return run.run(settings, report)
 

@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark that attend or score: all, tokens, pages, a prompt's chunk."""
+"""Benchmark cases of attention and scores: over everything, tokens, pages, a prompt's chunk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import ScoreRequest, Selection
 
-#: Tokens per KV head, and pages shared by all heads, that are read of the longest context; at most
-#: a quarter of it.
+#: Selected tokens per KV head, and selected pages for all heads, of the longest context; at most a
+#: quarter of it.
 SELECTED_TOKENS, SELECTED_PAGES = 2048, 64
-#: A prompt's chunk, and the tokens before it.
+#: Tokens of a prompt's chunk, and before it.
 CHUNK, BEFORE = 512, 8192
 
 
 def attend(layer: Layer) -> Iterator[KernelCase]:
-    """Everything in the shorter contexts; tokens and pages of the longest."""
+    """Attention over all of the shorter contexts, and over tokens and pages of the longest."""
     for tokens in layer.contexts:
         yield _attend_all(layer, tokens)
     yield _attend_tokens(layer, min(SELECTED_TOKENS, layer.longest // 4))
@@ -117,7 +117,7 @@ def _attend_pages(layer: Layer, count: int) -> KernelCase:
 
 
 def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
-    """As a selection layer of DELTA does it, with `attend` alone beside it."""
+    """Attention with scores as in DELTA's selection layers, compared with `attend` alone."""
     tokens = layer.contexts[-1]
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
     dense = layer.side_by_side(tokens)
@@ -145,7 +145,7 @@ def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
 
 
 def head_scores(layer: Layer) -> Iterator[KernelCase]:
-    """As a retrieval head does it."""
+    """Scores as computed by a retrieval head."""
     tokens = layer.contexts[-1]
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
     keys = [key for key, _ in layer.side_by_side(tokens)]
@@ -166,7 +166,7 @@ def head_scores(layer: Layer) -> Iterator[KernelCase]:
 
 
 def prefill(layer: Layer) -> Iterator[KernelCase]:
-    """A chunk of one prompt; bound by arithmetic, so no bandwidth is given."""
+    """A chunk of one prompt; compute-bound, so no bandwidth is reported."""
     before = max((n for n in layer.contexts if n <= BEFORE), default=layer.contexts[0])
     before = min(before, layer.longest - PAGE_SIZE)
     chunk = min(CHUNK, layer.longest - before)
@@ -205,7 +205,7 @@ def prefill(layer: Layer) -> Iterator[KernelCase]:
 
 
 def _attend(layer: Layer, tokens: int) -> Callable[[int], Outputs]:
-    """Our attention to everything in a variant of that many tokens."""
+    """Our attention over a variant with this many tokens."""
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
 
     def run(i: int) -> Outputs:
@@ -216,7 +216,7 @@ def _attend(layer: Layer, tokens: int) -> Callable[[int], Outputs]:
 
 
 def _weights(layer: Layer, key: Tensor) -> Tensor:
-    """Attention weights [B, Hkv, G, n] over keys [B, Hkv, n, D]: no key is copied for its group."""
+    """Attention weights [B, Hkv, G, n] over keys [B, Hkv, n, D], without copying keys per group."""
     grouped = layer.query.unflatten(1, (layer.num_kv_heads, -1))
     scores = grouped @ key.transpose(-1, -2) * layer.scale
     weights: Tensor = scores.softmax(-1, dtype=torch.float32).to(layer.dtype)
@@ -224,6 +224,6 @@ def _weights(layer: Layer, key: Tensor) -> Tensor:
 
 
 def mix(layer: Layer, key: Tensor, value: Tensor) -> Outputs:
-    """Attention as two products per KV head: [B, Hq, D], and its weights."""
+    """Attention as two matrix products per KV head: [B, Hq, D], and its weights."""
     weights = _weights(layer, key)
     return (weights @ value).flatten(1, 2), weights

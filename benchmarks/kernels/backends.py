@@ -1,4 +1,4 @@
-"""Who computes in the kernel benchmark: a device's paths, the best first, and how to take one."""
+"""The backends of the kernel benchmark: a device's paths, best first, and how to select one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ TRITON = "triton"
 
 
 def paths(device: torch.device) -> tuple[str, ...]:
-    """What can compute there."""
+    """The paths of the device."""
     if device.type == "cpu":
         return cpu.paths()
     return (*([TRITON] if triton.usable() else []), cpu.REFERENCE)
 
 
 def current(device: torch.device) -> str:
-    """The path in use, as one begins; for `use` at the end."""
+    """The current path, to be restored by `use`."""
     return cpu.current() if device.type == "cpu" else paths(device)[0]
 
 
 def use(path: str, device: torch.device) -> None:
-    """Computes with that path from now on."""
+    """Selects a path."""
     if device.type == "cpu":
         cpu.use(path)
     else:

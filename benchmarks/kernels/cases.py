@@ -1,4 +1,4 @@
-"""What a case of the kernel benchmark is: one operation on one kind of input, ours and others'."""
+"""A case of the kernel benchmark: one operation on one kind of input, by Keyhole and by peers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One way to compute a case. run: works on the variant of that number, and is timed.
+    """One implementation of a case. run: computes the variant of this number, and is timed.
 
-    check: the same, where the result must be made visible first; None: `run` gives it.
+    check: as `run`, for a result that must first be read back; None: `run` returns it.
     """
 
     run: Callable[[int], Outputs]
@@ -29,10 +29,10 @@ class System:
 class KernelCase:
     """One operation on one kind of input.
 
-    ours: our operation by a label, "" where there is one only; each runs on every path.
-    peers: the same in PyTorch; the first is what the others' times are divided by.
+    ours: our operation by label, "" if there is only one; each runs on every path.
+    peers: the same in PyTorch; times are reported relative to the first.
     tokens: of a sequence. selected: tokens (unit 1) or pages that are read, None for all.
-    moved_bytes: what must be read or written once. flops: of what is bound by arithmetic instead.
+    moved_bytes: bytes that must be read or written once. flops: for compute-bound cases instead.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark that prepare a choice or make it: append, bounds, top entries."""
+"""Benchmark cases that prepare or make a selection: append, bounds, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
 
-# Pages that `append` writes to, and the places that it writes to in turn.
+# Pages that `append` writes to, and the number of slots that it cycles through.
 _APPENDED_PAGES, _PLACES = 2048, 64
-# Different inputs where one alone would stay in the processor's cache. Bounds of 131,072 tokens are
-# 32 MiB in bfloat16, scores 4 MiB.
+# Several inputs, because a single one would stay in the processor's cache. Bounds of 131,072 tokens
+# are 32 MiB in bfloat16, scores 4 MiB.
 _BOUNDS, _SCORES = 4, 32
-# Of whole numbers, most of them small, whose sums are exact: three fifths of the choice.
+# Share of mass, of small integer scores whose sums are exact: keeps three fifths of the selection.
 _SHARE, _SKEW, _LARGEST = 0.15, 16, 255
 
 
 def append(layer: Layer) -> Iterator[KernelCase]:
-    """One new token of each sequence, into pages of its own cache."""
+    """Appends one new token per sequence to pages of a separate cache."""
     size = (_APPENDED_PAGES, layer.num_kv_heads, PAGE_SIZE, layer.dim)
     key, value = (layer.randn(layer.batch, layer.num_kv_heads, layer.dim) for _ in range(2))
     keys, values = torch.zeros(2, *size, dtype=layer.dtype)
@@ -36,7 +36,7 @@ def append(layer: Layer) -> Iterator[KernelCase]:
         return ()
 
     def written(i: int) -> Outputs:
-        """What was written, which is wiped out for the next one."""
+        """Returns what was written and clears it for the next check."""
         ours(i)
         page, place = slots[i] // PAGE_SIZE, slots[i] % PAGE_SIZE
         found = keys[page, :, place], values[page, :, place]
@@ -63,7 +63,7 @@ def append(layer: Layer) -> Iterator[KernelCase]:
 
 
 def page_bounds(layer: Layer) -> Iterator[KernelCase]:
-    """Bounds of all pages, as after a prompt of that length."""
+    """Bounds of all pages, as after a prompt of this length."""
     pages = torch.arange(len(layer.keys))
     filled = torch.full_like(pages, PAGE_SIZE)
     low, high = torch.zeros(2, len(pages), layer.num_kv_heads, layer.dim, dtype=layer.dtype)
@@ -90,7 +90,7 @@ def page_bounds(layer: Layer) -> Iterator[KernelCase]:
 
 
 def bound_scores(layer: Layer) -> Iterator[KernelCase]:
-    """As Quest does it for one step."""
+    """Page scores of one step, as in Quest."""
     size = (len(layer.keys), layer.num_kv_heads, layer.dim)
     bounds = []
     for _ in range(_BOUNDS):
@@ -121,7 +121,7 @@ def bound_scores(layer: Layer) -> Iterator[KernelCase]:
 
 
 def top_k(layer: Layer) -> Iterator[KernelCase]:
-    """The best pages for all heads together, and the best tokens of each KV head."""
+    """The top pages over all heads, and the top tokens per KV head."""
     pages, tokens = layer.longest // PAGE_SIZE, layer.longest
     yield _top(layer, 1, pages, min(SELECTED_PAGES, max(1, pages // 4)), "pages")
     yield _top(layer, layer.num_kv_heads, tokens, min(SELECTED_TOKENS, tokens // 4), "tokens")
@@ -155,7 +155,7 @@ def _top(layer: Layer, lists: int, entries: int, count: int, what: str) -> Kerne
 
 
 def trim(layer: Layer) -> Iterator[KernelCase]:
-    """As much of the best tokens of each KV head as a share of the scores asks for."""
+    """The fewest top tokens of each KV head that hold a share of the scores."""
     tokens, count = layer.longest, min(SELECTED_TOKENS, layer.longest // 4)
     size = (layer.batch, layer.num_kv_heads, tokens)
     valid = layer.lengths(tokens)

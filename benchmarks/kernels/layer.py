@@ -1,8 +1,8 @@
-"""One layer's keys and values for the kernel benchmark, in pages and side by side.
+"""One layer's keys and values for the kernel benchmark, in pages and contiguous.
 
-Every sequence has as many tokens as the longest context, in pages that lie in random order. A
-shorter context has several *variants*: parts of the same cache that do not overlap. Calls go
-through them in turn, so that none finds in the processor's cache what it is to read from memory.
+Every sequence has as many tokens as the longest context, in pages in random order. A shorter
+context has several *variants*: parts of the same cache that do not overlap. Successive calls cycle
+through them, so that no call finds its input in the processor's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keyhole.cache.pages import keys_and_values
 class Layer:
     """Random keys and values [P, Hkv, page_size, D], a page table [B, M] and a query [B, Hq, D].
 
-    On the device that torch makes tensors on.
+    On torch's default device.
     """
 
     def __init__(self, settings: KernelSettings) -> None:
@@ -33,7 +33,7 @@ class Layer:
         self.scale = self.dim**-0.5
         self.batch = settings.batch
         self.longest = settings.contexts[-1]
-        #: Contexts that are attended in full; the longest is what selections are made from.
+        #: Contexts that are read in full; selections are made from the longest.
         self.contexts = settings.contexts[:-1] or settings.contexts
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.generator = torch.Generator(torch.get_default_device()).manual_seed(0)
@@ -47,16 +47,16 @@ class Layer:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token of every sequence."""
+        """Bytes of the keys and values of one token of every sequence."""
         return 2 * self.batch * self.num_kv_heads * self.dim * self.dtype.itemsize
 
     def randn(self, *size: int) -> Tensor:
-        """Normal random numbers in the layer's dtype, in memory like that of a cache."""
+        """Normal random numbers in the layer's dtype, in memory allocated as a cache's is."""
         tensor = huge_pages.new_empty(torch.empty(0, dtype=self.dtype), *size)
         return tensor.normal_(generator=self.generator)
 
     def variants(self, tokens: int) -> int:
-        """How many parts of `tokens` tokens there are."""
+        """The number of variants of `tokens` tokens."""
         return self.longest // tokens
 
     def tables(self, tokens: int) -> list[Tensor]:
@@ -64,20 +64,20 @@ class Layer:
         return list(self.table.split(tokens // PAGE_SIZE, 1)[: self.variants(tokens)])
 
     def lengths(self, tokens: int) -> Tensor:
-        """Every sequence has `tokens` tokens: int32 [B]."""
+        """Lengths, int32 [B], all `tokens`."""
         return torch.full((self.batch,), tokens, dtype=torch.int32)
 
     def side_by_side(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, Hkv, tokens, D] of each variant, without pages: a copy."""
+        """A contiguous copy of the keys and values of each variant, [B, Hkv, tokens, D]."""
         return [
             (_gathered(self.keys, table), _gathered(self.values, table))
             for table in self.tables(tokens)
         ]
 
     def draws(self, size: int, count: int, lists: int) -> list[Tensor]:
-        """Selections of `count` of `size` entries, int32 [B, lists, count]; none overlaps another.
+        """Disjoint selections of `count` of `size` entries, int32 [B, lists, count], ascending.
 
-        Ascending; the newest entry is in each of them, as in every selection.
+        As in every selection, the newest entry is in each.
         """
         orders = torch.rand(self.batch, lists, size, generator=self.generator).argsort(-1).int()
         draws = [part.sort(-1).values for part in orders.split(count, -1)[: size // count]]

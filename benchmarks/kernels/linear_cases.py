@@ -11,14 +11,14 @@ from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 
-# One sequence, and a batch as large as the engine's default.
+# One sequence, and the engine's default batch size.
 _TOKENS = (1, 8)
-# Together more than a processor's cache holds.
+# Together they exceed the processor's cache.
 _VARIANTS = 4
 
 
 def linear(layer: Layer) -> Iterator[KernelCase]:
-    """The widest product of a layer, the one that opens its MLP."""
+    """The widest matrix product of a layer, the first of its MLP."""
     size = layer.intermediate_size, layer.hidden_size
     weights = [layer.randn(*size) for _ in range(_VARIANTS)]
     for tokens in _TOKENS:

@@ -1,4 +1,4 @@
-"""The case of the kernel benchmark that attends by keys of low rank, as ShadowKV does."""
+"""The benchmark case of attention with low-rank keys, as in ShadowKV."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.kernels import LowRank, Selection
 
-# Of the longest context, at most a quarter of it: tokens that are read, in chunks of so many.
+# Tokens read of the longest context, at most a quarter of it, and tokens per chunk.
 _TOKENS, _CHUNK = 1024, 8
-# Numbers per key of all heads, at most half as many as it has.
+# Rank of the keys of all heads together, at most half of their size.
 _RANK = 160
 
 
 def attend_low_rank(layer: Layer) -> Iterator[KernelCase]:
-    """Chunks of tokens per KV head, all keys rebuilt; bound by arithmetic."""
+    """Chunks of tokens per KV head, all keys reconstructed; compute-bound."""
     heads, dim, longest = layer.num_kv_heads, layer.dim, layer.longest
     count, rank = min(_TOKENS, longest // 4), min(_RANK, heads * dim // 2)
     draws = [

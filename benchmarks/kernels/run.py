@@ -1,9 +1,9 @@
-"""Time and bandwidth of every operation on every path of a device, beside plain PyTorch.
+"""Time and bandwidth of every operation on every path of a device, compared with plain PyTorch.
 
-One layer of a given shape, one decode step. Results are compared with the reference before anything
-is timed; then paths and peers take turns, each on another part of the cache than the one before.
-On a GPU the calls of a turn are one CUDA graph, as they are in an engine's step: launching small
-ones takes the host longer than the device needs for them.
+One layer of a given shape, one decode step. Results are compared with the reference before timing;
+then calls of paths and peers are interleaved, each on another part of the cache than the last.
+On a GPU the calls of a round are one CUDA graph, as in an engine's step: launching small kernels
+takes the host longer than running them takes the device.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _CASES: dict[str, Callable[[Layer], Iterator[KernelCase]]] = {
     "linear": linear_cases.linear,
 }
 
-# Relative error that rounding explains; in flat attention over 32,768 tokens one wrong page makes
-# 0.03.
+# Relative error that rounding explains; in uniform attention over 32,768 tokens, one wrong page
+# causes 0.03.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.02}
 _WARM_UP = 2
-# A case ends early after about this long, but not before it has been measured a few times.
+# A case ends early after about this time, but not before it has a few measurements.
 _CASE_MS, _LEAST_ROUNDS = 60e3, 3
-# Calls in a turn: on a GPU so many that what it takes to launch their graph is small beside them.
+# Calls per round: on a GPU enough to make the launch time of their graph negligible.
 _CALLS = {"cpu": 1, "cuda": 10}
-# Beside the cache: the same without pages, and half of that again while it is made.
+# Memory in addition to the cache: the same without pages, and half of that again during the copy.
 _COPIES = 2.5
 _CPU = torch.device("cpu")
 
 
 def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
-    """Measures every operation; the part of a line of results that is this benchmark's own.
+    """Measures every operation; returns this benchmark's part of a line of results.
 
-    Gives each operation's results to `report`.
+    Passes each operation's results to `report`.
     """
     device = measure.device(settings.device)
     names = settings.paths or backends.paths(device)
@@ -85,7 +85,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
             for case in _made_on(device, _CASES[op](layer)):
                 tolerance = _TOLERANCE[layer.dtype]
                 found += measure_case(case, names, settings.repeat, tolerance, device)
-                del case  # before the next one is made, as each holds a copy of the cache
+                del case  # before the next one is created, as each holds a copy of the cache
             for result in found:
                 _add_rates(result, bandwidth, copying)
             results += found
@@ -102,7 +102,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
 
 
 def _made_on(device: torch.device, cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
-    """The same, while their tensors are made there; only then, as that slows every call down."""
+    """Creates the cases with this default device, set only here, as it slows down every call."""
     while True:
         with device:
             case = next(cases, None)
@@ -119,7 +119,7 @@ def measure_case(
     tolerance: float,
     device: torch.device = _CPU,
 ) -> list[Result]:
-    """A result for every path and peer; DisagreementError if one computes something else."""
+    """A result per path and peer; DisagreementError if one differs from the reference."""
     systems = {
         f"{path} {label}".rstrip(): (path, system)
         for label, system in case.ours.items()
@@ -181,18 +181,18 @@ def measure_case(
 def _ready(
     call: Callable[[], None], device: torch.device
 ) -> tuple[Callable[[], object], str | None]:
-    """The calls of a turn as a CUDA graph, or as they are, and why."""
+    """The calls of a round as a CUDA graph, or as plain calls with the reason."""
     if device.type != "cuda":
         return call, f"there are no CUDA graphs on a device of kind {device.type}"
     try:
         replay, _ = capture(call, device)
-    except RuntimeError as error:  # plain PyTorch may ask the device for sizes
+    except RuntimeError as error:  # plain PyTorch may read sizes from the device
         return call, str(error) or "no reason given"
     return replay, None
 
 
 def _notes(found: Sequence[Result], device: torch.device) -> list[str]:
-    """Who was not replayed on a GPU: the host's launches are part of its times."""
+    """Which systems could not be replayed on a GPU: their times include the host's launches."""
     return [
         f"{one['op']}, {one['about']}, {one['system']}: launched one by one, as it cannot be a "
         f"CUDA graph: {one['why_not_replayed'].splitlines()[0]}"
@@ -202,7 +202,7 @@ def _notes(found: Sequence[Result], device: torch.device) -> list[str]:
 
 
 def _add_rates(result: Result, bandwidth: float, copying: float) -> None:
-    """Bandwidth, or arithmetic where that is the bound."""
+    """Adds bandwidth or, for compute-bound cases, FLOPS."""
     seconds = 1e-3 * result["ms"]
     flops, rate = result["flops"], result["moved_bytes"] / seconds
     result["gb_per_s"] = rate / 1e9 if flops is None else None
@@ -224,7 +224,7 @@ def _check_room(settings: KernelSettings, device: torch.device) -> None:
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of a large tensor reads and writes; the best of a few."""
+    """Bytes per second read and written by a copy of a large tensor; the best of a few."""
     numbers = measure.large_tensor(device)
     copy = torch.empty_like(numbers)
     best = min(

@@ -1,4 +1,4 @@
-"""What the kernel benchmark is told. No torch here, as its flags derive from it."""
+"""Settings of the kernel benchmark. Does not import torch, as the flags derive from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings(BenchSettings):
-    """The kernel benchmark; no paths: all of `benchmarks.kernels.backends` on the device."""
+    """The kernel benchmark; without paths, all of `benchmarks.kernels.backends` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"
     default_repeat: ClassVar[int] = 51

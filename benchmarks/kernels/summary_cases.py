@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark that score summaries of pages and of clusters of tokens."""
+"""Benchmark cases that score summaries of pages and clusters of tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
 
-# Different inputs where one alone would stay in the processor's cache.
+# Several inputs, because a single one would stay in the processor's cache.
 _SUMMARIES, _NUMBERS = 4, 16
-# Chunks of a page whose mean keys are scored, as ShadowKV has them, and clusters of a sequence.
+# Chunks per page whose mean keys are scored, as in ShadowKV, and clusters per sequence.
 _CHUNKS, _CLUSTERS = 2, 64
 
 
 def summary_scores(layer: Layer) -> Iterator[KernelCase]:
-    """The means of chunks, as ShadowKV scores them in one step."""
+    """Scores of the means of chunks in one step, as in ShadowKV."""
     size = (len(layer.keys), _CHUNKS, layer.num_kv_heads, layer.dim)
     means = [layer.randn(*size) for _ in range(_SUMMARIES)]
     valid = layer.lengths(layer.longest // PAGE_SIZE * _CHUNKS)
@@ -45,7 +45,7 @@ def summary_scores(layer: Layer) -> Iterator[KernelCase]:
 
 
 def spread_scores(layer: Layer) -> Iterator[KernelCase]:
-    """The score of every token's cluster, as ClusterKV needs it in one step."""
+    """The score of every token's cluster in one step, as in ClusterKV."""
     size = (len(layer.keys), layer.num_kv_heads, PAGE_SIZE)
     numbers = [
         torch.randint(_CLUSTERS, size, generator=layer.generator, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Decode steps beside llama.cpp, in an environment of its own: `python -m benchmarks.llama_cpp`."""
+"""Decode steps compared with llama.cpp, which has its own environment."""

@@ -1,4 +1,4 @@
-"""`keyhole bench decode` with llama.cpp beside the others: llama_cpp and llama_cpp_flash."""
+"""`keyhole bench decode` with two more systems, llama_cpp and llama_cpp_flash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of the benchmark as a GGUF file for llama.cpp: float16, norms in float32."""
+"""Writes the benchmark's weights as a GGUF file for llama.cpp: float16, norms in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.llama_cpp.state import interleaved
 from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench.model import Weights
 
-#: Names in a layer of transformers' Llama, and in llama.cpp's.
+#: Names of a layer's tensors in transformers' Llama and in llama.cpp.
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -27,7 +27,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_MOSTLY_F16 = 1  # llama.cpp's name of what such a file holds
+_MOSTLY_F16 = 1  # llama.cpp's code for such a file
 
 
 class LlamaFile:
@@ -51,7 +51,7 @@ class LlamaFile:
         self._folder.cleanup()
 
     def write(self, weights: Weights) -> None:
-        """Writes the weights; one is copied at a time."""
+        """Writes the weights, one copy at a time."""
         named = dict(tensors(weights.transformers))
         about = [
             {"name": name, "shape": list(tensor.shape), "dtype": _dtype(tensor)}
@@ -73,7 +73,7 @@ class LlamaFile:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """What a GGUF file says of a LlamaConfig."""
+    """The metadata of a GGUF file for a LlamaConfig."""
     said = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -96,7 +96,7 @@ def fields(config: Any) -> dict[str, Any]:
 
 
 def tensors(network: Any) -> Iterator[tuple[str, Tensor]]:
-    """llama.cpp's name of every weight, and the weight as transformers has it."""
+    """llama.cpp's name and transformers' tensor of every weight."""
     yield "token_embd.weight", network.model.embed_tokens.weight
     for number, layer in enumerate(network.model.layers):
         for theirs, name in _LAYER.items():
@@ -112,7 +112,7 @@ def _dtype(tensor: Tensor) -> str:
 
 def _bytes(name: str, tensor: Tensor, heads: dict[str, int]) -> memoryview:
     kind = name.rpartition("attn_")[2].removesuffix(".weight")
-    if kind in heads:  # rows in the order of llama.cpp's RoPE
+    if kind in heads:  # rows reordered for llama.cpp's RoPE
         tensor = interleaved(tensor.unflatten(0, (heads[kind], -1)), 1).flatten(0, 1)
     dtype = getattr(torch, _dtype(tensor))
     return tensor.detach().to("cpu", dtype).contiguous().numpy().data.cast("B")

@@ -1,7 +1,7 @@
-"""llama.cpp as a program that is told what to do; run by the Python of the peers' environment.
+"""llama.cpp as a program that executes commands; run by the Python of the peers' environment.
 
-A line of JSON comes in, a line of JSON goes out; numbers follow a line as plain bytes. Nothing of
-Keyhole is imported here, as that environment has none of it. See `benchmarks.llama_cpp.worker`.
+Each command and each answer is a line of JSON; numbers follow a line as raw bytes. Nothing of
+Keyhole is imported, as that environment does not have it. See `benchmarks.llama_cpp.worker`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import llama_cpp
 import numpy as np
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # see clear_refs in proc(5): the peak becomes what is resident now
+_RESET_PEAK = "5"  # see clear_refs in proc(5): sets the peak to the current resident size
 
 Reply = dict[str, Any]
 
 
 class LlamaWorker:
-    """A model and its cache. Every command is a method, its arguments the fields of the line."""
+    """A model and its cache. A command is a method; its arguments are the fields of the line."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
         self._source, self._target = source, target
@@ -37,12 +37,12 @@ class LlamaWorker:
         self._extra = b""
 
     def about(self) -> Reply:
-        """What this is."""
+        """Versions of the libraries."""
         features = llama_cpp.llama_print_system_info().decode().strip()
         return {"version": llama_cpp.__version__, "features": features}
 
     def write(self, path: str, fields: dict[str, Any], tensors: list[dict[str, Any]]) -> Reply:
-        """Writes a GGUF file of fields and of tensors {name, shape, dtype}, whose bytes follow."""
+        """Writes a GGUF file of fields and tensors {name, shape, dtype}; their bytes follow."""
         writer = gguf.GGUFWriter(path, fields.pop("general.architecture"))
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         for name, value in fields.items():
@@ -63,7 +63,7 @@ class LlamaWorker:
     def load(self, path: str, cells: int, batch: int, flash: bool, threads: int) -> Reply:
         """Opens a GGUF file; each of `batch` sequences gets a cache of `cells` tokens in float16.
 
-        Gives the bytes of this process before that, and the cells that each sequence has.
+        Returns the bytes of this process before that, and the cells that each sequence has.
         """
         program_bytes = _bytes("VmRSS")
         llama_cpp.llama_backend_init()
@@ -90,7 +90,7 @@ class LlamaWorker:
         return {"program_bytes": program_bytes, "cells": cells}
 
     def fill(self, sequence: int, size: int) -> Reply:
-        """Takes the state of one sequence, `size` bytes that follow."""
+        """Loads the state of one sequence from the `size` bytes that follow."""
         state = self._read(size)
         source = (ctypes.c_uint8 * size).from_buffer(state)
         taken = llama_cpp.llama_state_seq_set_data(self._context, source, size, sequence)
@@ -99,9 +99,9 @@ class LlamaWorker:
         return {}
 
     def step(self, tokens: list[int], position: int, give_logits: bool) -> Reply:
-        """A token for every sequence: gives milliseconds, the peak, and the next tokens, greedy.
+        """Decodes a token per sequence; returns milliseconds, the peak and the next greedy tokens.
 
-        The logits [B, vocabulary] follow in float32 if they are asked for.
+        The logits [B, vocabulary] follow in float32 on request.
         """
         batch = self._batch
         batch.n_tokens = len(tokens)
@@ -122,7 +122,7 @@ class LlamaWorker:
         return {"ms": ms, "peak_bytes": _bytes("VmHWM"), "tokens": chosen}
 
     def take_back(self, position: int) -> Reply:
-        """Forgets every token from `position` on."""
+        """Removes all tokens from `position` on."""
         memory = llama_cpp.llama_get_memory(self._context)
         for i in range(self._batch.n_tokens):
             if not llama_cpp.llama_memory_seq_rm(memory, i, position, -1):
@@ -130,7 +130,7 @@ class LlamaWorker:
         return {}
 
     def serve(self) -> None:
-        """Answers until there is no more to read."""
+        """Executes commands until the end of the input."""
         commands: dict[str, Callable[..., Reply]] = {
             command.__name__: command
             for command in (
@@ -182,7 +182,7 @@ def _bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
-    # What a library prints must not come between the answers.
+    # Output of libraries must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     LlamaWorker(sys.stdin.buffer, answers).serve()

@@ -1,4 +1,4 @@
-"""The decode benchmark with llama.cpp beside the others, and what full attention has to reach."""
+"""The decode benchmark with llama.cpp as a system, and the targets of full attention."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import DecodeSettings
 from keyhole.config import require
 
-# Tokens of each sequence where full attention is held against llama.cpp, and how many times its
-# tokens per second it must have, by batch.
+# The context at which full attention is compared with llama.cpp, and the target ratio of its tokens
+# per second to llama.cpp's, by batch.
 _TOKENS = 32768
 _WANTED = {1: 1.3, 8: 2.0}
 
 
 def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
-    """As `keyhole.bench.decode.run`. ConfigError without llama.cpp, and on a GPU."""
+    """As `keyhole.bench.decode.run`. ConfigError without llama.cpp or on a GPU."""
     device = measure.device(settings.device).type
     require(device == "cpu", "device", device, f"cpu beside {' and '.join(SYSTEMS)}")
     with LlamaFile() as file:
@@ -30,7 +30,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
 
 
 def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
-    """Full attention by llama.cpp's tokens per second, the faster of it with and without flash."""
+    """Tokens per second of full attention relative to llama.cpp, the faster of its two systems."""
     found = [
         r
         for r in results

@@ -1,4 +1,4 @@
-"""The keys and values of one sequence in the bytes that llama.cpp takes as its state.
+"""The keys and values of one sequence, serialised as llama.cpp's state.
 
     magic, sequence, number of streams
     for each stream (one per sequence): number of cells, and only if there are any:
@@ -8,9 +8,9 @@
         the same with values, or if transposed:
         type, bytes of a number, Hkv * D, values [Hkv, D, N]      for each layer
 
-As `llama_kv_cache::state_write` of llama.cpp writes it in the version that benchmarks/peers.txt
-names. Values are transposed unless it computes flash attention. Its RoPE turns neighbours, so that
-the two halves of a head's keys are interleaved.
+This is the format of `llama_kv_cache::state_write` in the version that benchmarks/peers.txt names.
+Values are transposed except with flash attention. llama.cpp's RoPE rotates adjacent pairs, so the
+two halves of a head's keys are interleaved.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 
 from keyhole.bench.model import RandomKV
 
-#: float16 among the types of ggml.
+#: ggml's type code of float16.
 _F16 = 1
 _MAGIC = 0xAF143CD8
 _ITEM_BYTES = 2
 
 
 def interleaved(heads: Tensor, dim: int) -> Tensor:
-    """The two halves of every head along `dim` (from 0), number by number in turns."""
+    """Interleaves the two halves of every head along `dim` (>= 0)."""
     first, second = heads.chunk(2, dim)
     return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
 
 
 def num_bytes(numbers: RandomKV) -> int:
-    """The size of one sequence's state with values as they are; transposed ones take as much."""
+    """The size of one sequence's state; transposed values take the same size."""
     cells = numbers.context * struct.calcsize("<iIi")
     row = numbers.num_kv_heads * numbers.head_dim * _ITEM_BYTES
     tensors = 2 * numbers.num_layers * (struct.calcsize("<iQ") + numbers.context * row)
@@ -45,7 +45,7 @@ def num_bytes(numbers: RandomKV) -> int:
 
 
 def pieces(numbers: RandomKV, sequence: int, transposed: bool) -> Iterator[bytes | memoryview]:
-    """The state of one sequence, piece by piece; one layer's numbers are in memory at a time."""
+    """Yields the state of one sequence in pieces, with one layer in memory at a time."""
     before, after = sequence, numbers.batch - 1 - sequence
     yield struct.pack("<IiI", _MAGIC, sequence, numbers.batch) + bytes(4 * before)
     yield struct.pack("<I", numbers.context)

@@ -1,8 +1,8 @@
-"""llama.cpp as a system of the decode benchmark: in a process of its own, over our weights.
+"""llama.cpp as a system of the decode benchmark: in a separate process, with our weights.
 
-Weights are float16 and mapped from a file, keys and values are float16 and the same numbers as in
-the other caches. What a step has added is taken back after it, as with transformers. It tells its
-own times and peaks, which are those of its process.
+Weights are float16, mapped from a file; keys and values are float16, with the same numbers as in
+the other caches. The tokens of a step are removed after it, as with transformers. Times and peaks
+are measured in its own process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from keyhole.bench import measure
 from keyhole.bench.model import Need, RandomKV, Weights
 from keyhole.models.loading import Model
 
-# The cache of a sequence is a multiple of so many tokens.
+# The cache of a sequence is a multiple of this many tokens.
 _CELLS = 256
-# Its program and its buffers: 0.15 GiB was the most, with 8 sequences of 32,768 tokens.
+# Program and buffers: at most 0.15 GiB was measured, with 8 sequences of 32,768 tokens.
 _PROGRAM_BYTES = 256 << 20
-# For so long threads of OpenMP may spin after their work; none may while another program works.
+# OpenMP threads may spin this long after their work; none may spin while another program runs.
 _SETTLE_S = 0.02
 _ITEM_BYTES = 2
 
 
-#: Whether each computes flash attention.
+#: System -> whether it uses flash attention.
 SYSTEMS = {"llama_cpp": False, "llama_cpp_flash": True}
 
 
@@ -46,22 +46,22 @@ class LlamaCpp:
         self._file.write(weights)
 
     def needed(self, model: Model, batch: int, context: int, steps: int) -> Need:
-        """What `Llama` takes, before it is made."""
+        """The memory that `Llama` will take."""
         cache = batch * _cells(context + steps) * _token_bytes(model)
         return Need(stays=self._file.num_bytes + cache + _PROGRAM_BYTES, passes=cache // batch)
 
     def start(self, name: str, model: Model, batch: int, context: int, steps: int) -> Llama:
-        """The program with a cache for all sequences."""
+        """Starts the program with a cache for all sequences."""
         return Llama(name, model, self._file, batch, context, steps)
 
 
 class Llama:
-    """llama.cpp with a cache that can be filled, flash attention on or off by its name."""
+    """llama.cpp with a cache that can be filled; its name selects flash attention."""
 
     def __init__(
         self, name: str, model: Model, file: LlamaFile, batch: int, context: int, steps: int
     ) -> None:
-        """`steps`: the most that are added to the context."""
+        """`steps`: the most tokens that are added to the context."""
         self.name = name
         self.step_ms = 0.0
         self.peak_bytes = 0
@@ -88,7 +88,7 @@ class Llama:
         self.cache_bytes = batch * loaded["cells"] * self._token_bytes
 
     def fill(self, numbers: RandomKV) -> None:
-        """Gives it the past of all sequences, one after the other."""
+        """Loads the past of all sequences, one after the other."""
         size = state.num_bytes(numbers)
         for sequence in range(numbers.batch):
             pieces = state.pieces(numbers, sequence, transposed=not self._flash)
@@ -106,25 +106,25 @@ class Llama:
         return torch.stack(rows, 1)
 
     def start(self, prompts: list[list[int]], steps: int) -> None:
-        """Sets the token that the next step begins with."""
+        """Sets the first token of the next step."""
         self._next = [prompt[-1] for prompt in prompts]
 
     def step(self) -> None:
-        """One token for every sequence, greedy; `step_ms` and `peak_bytes` are those of this."""
+        """Decodes one token per sequence greedily; updates `step_ms` and `peak_bytes`."""
         done = self._forward(self._next, self._context, give_logits=False)
         self._next, self.step_ms, self.peak_bytes = done["tokens"], done["ms"], done["peak_bytes"]
 
     def settle(self) -> None:
-        """Waits until threads that have worked do not spin any more."""
+        """Waits until no thread spins after its work."""
         time.sleep(_SETTLE_S)
 
     def rest(self) -> None:
-        """Takes steps back."""
+        """Removes the tokens of the steps."""
         self._worker.call("take_back", {"position": self._context})
         self.settle()
 
     def cost(self) -> dict[str, Any]:
-        """What one step must read, and what the process should take."""
+        """The bytes that a step must read, and the memory that the process should take."""
         stated = self._program_bytes + self._file_bytes + self.cache_bytes
         return {
             "policy": None,

@@ -1,4 +1,4 @@
-"""A program in another Python: started, asked by lines of JSON, ended; see `program.py`."""
+"""Runs a program in another Python and sends it commands as lines of JSON; see `program.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import benchmarks
 from keyhole.bench import measure
 from keyhole.errors import ConfigError, KeyholeError
 
-#: The peers' environment, below the checkout or the current directory.
+#: The peers' environment, in the checkout or the current directory.
 ENVIRONMENT = ".venv-peers"
 _PROGRAM = Path(__file__).with_name("program.py")
 _END_S = 20.0
-# llama.cpp waits at a barrier after every operation, and is slow there if its threads sleep.
+# llama.cpp waits at a barrier after every operation, which is slow if its threads sleep.
 _NOT_FOR_IT = "OMP_WAIT_POLICY"
 
 
@@ -29,7 +29,7 @@ class WorkerError(KeyholeError):
 
 
 def interpreter() -> Path:
-    """The peers' Python; ConfigError if that environment is not there."""
+    """The peers' Python; ConfigError if that environment is missing."""
     folder = benchmarks.ROOT if measure.in_checkout() else Path.cwd()
     python = folder / ENVIRONMENT / "bin/python"
     if not python.exists():
@@ -72,12 +72,12 @@ class WorkerProcess:
     def call(
         self, command: str, arguments: dict[str, Any], data: Iterable[bytes | memoryview] = ()
     ) -> dict[str, Any]:
-        """Has a command done, with the bytes that belong to it; its answer.
+        """Sends a command with its bytes and returns the answer.
 
-        WorkerError with what it said if it fails or ends.
+        WorkerError with the program's message if it fails or ends.
         """
         line = json.dumps({"command": command, "arguments": arguments})
-        with contextlib.suppress(BrokenPipeError):  # then it has said why, or its log does
+        with contextlib.suppress(BrokenPipeError):  # its answer or its log has the reason
             self._commands.write(line.encode() + b"\n")
             for piece in data:
                 self._commands.write(piece)
@@ -98,7 +98,7 @@ class WorkerProcess:
         return data
 
     def close(self) -> None:
-        """Ends the program and waits for that, as its memory is needed."""
+        """Ends the program and waits until its memory is free."""
         with contextlib.suppress(BrokenPipeError):  # it may have ended already
             self._commands.close()
         try:

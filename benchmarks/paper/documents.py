@@ -1,10 +1,10 @@
 """Time to the first token of questions over stored documents, in a model with random weights.
 
-Documents of random tokens are encoded and stored once. Then every method answers, in turns: our
-methods bring the documents from the store into the prompt and compute the rest of it, `recompute`
-computes all of it, and so does transformers. The logits of these two must agree before anything is
-timed. What random weights find in random tokens means nothing; how much is kept and computed again
-is stored with the times, as these depend on it.
+Documents of random tokens are encoded and stored once. The methods are then interleaved: ours load
+the documents from the store and compute the rest of the prompt; `recompute` computes all of it, and
+so does transformers. The logits of these two must agree before timing. Selections by random weights
+mean nothing, but times depend on them: the shares of kept and recomputed tokens are stored with the
+times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keyhole.kernels import operations
 from keyhole.llm import LLM
 from keyhole.reuse import available_reuse_methods, make_reuse
 
-#: Computes the whole prompt, by attention of transformers.
+#: The baseline that computes the whole prompt by transformers' attention.
 REFERENCE = "transformers_sdpa"
 RECOMPUTE = "recompute"
 
@@ -38,7 +38,7 @@ _FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
-    """Measures every method; the part of a line of results that is this benchmark's own."""
+    """Measures every method; returns this benchmark's part of a line of results."""
     require_known("method", settings.methods, (REFERENCE, *available_reuse_methods()))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
@@ -88,7 +88,7 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
 
 
 class _Ours:
-    """One of our methods over stored documents."""
+    """One of our reuse methods."""
 
     def __init__(self, name: str, llm: LLM, documents: Sequence[str], question: Tensor) -> None:
         self.name = name
@@ -99,7 +99,7 @@ class _Ours:
         self._ttft_ms = 0.0
 
     def call(self) -> None:
-        """Asks once more."""
+        """Answers the question once."""
         stats = self._llm.ask(
             self._question, self._documents, reuse=self._reuse, params=_FIRST_TOKEN
         ).stats
@@ -112,12 +112,12 @@ class _Ours:
         }
 
     def told_ms(self) -> float:
-        """From the request to its first token, as the engine counts it."""
+        """Time from the request to its first token, as measured by the engine."""
         return self._ttft_ms
 
 
 class _Theirs:
-    """The whole prompt at once, as a user of transformers computes it."""
+    """The whole prompt in one forward pass of transformers."""
 
     name = REFERENCE
     told_ms = None
@@ -127,13 +127,13 @@ class _Theirs:
         self._weights, self._prompt = weights, prompt
 
     def call(self) -> None:
-        """The likeliest next token."""
+        """The most likely next token."""
         _next_logits(self._weights, self._prompt).argmax().item()
 
 
 @torch.no_grad()
 def _next_logits(weights: Weights, prompt: Tensor) -> Tensor:
-    """Logits [vocabulary] after a prompt, by transformers, which keeps keys as for an answer."""
+    """Logits [vocabulary] after a prompt, by transformers with its cache."""
     network = weights.transformers
     network.set_attn_implementation("sdpa")
     tokens = prompt[None].to(weights.keyhole.device)

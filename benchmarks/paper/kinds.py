@@ -1,4 +1,4 @@
-"""Settings of the kinds of benchmark that only the papers' settings have."""
+"""Settings of the benchmarks that only the papers' headline settings use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from keyhole.bench.settings import DTYPES, PAGE_SIZE, SHAPES, DecodeSettings, Names, require_known
 from keyhole.config import is_count, require
 
-#: Policies of whole answers whose layers are offloaded as their texts grow.
+#: Systems whose layers are offloaded as sequences grow, and their policies.
 OFFLOADED_SYSTEMS = {"spe_context_below": "spe_context"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings:
-    """Whole answers by the decode benchmark; `benchmarks.paper.settings` names such settings.
+    """Throughput of whole answers, measured with the decode benchmark.
 
-    prompt, answer: tokens of every text. memory: bytes that requests are counted for. host_memory:
-    bytes that offloaded layers may take, of the systems in OFFLOADED_SYSTEMS. points: how many
+    prompt, answer: tokens of every request. memory: bytes that limit the number of requests.
+    host_memory: bytes for offloaded layers of the systems in OFFLOADED_SYSTEMS. points: how many
     lengths along the answer are measured. decode: the rest; its contexts and batch are not used.
     """
 
@@ -38,11 +38,11 @@ class ThroughputSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
-    """Questions over stored documents of random tokens; `benchmarks.paper.settings` names such.
+    """Time to first token of questions over stored documents of random tokens.
 
-    documents: how many, of `tokens` tokens each; question: tokens after them. methods: of reuse,
-    with their defaults, and transformers_sdpa. folder: where documents are stored; None: the
-    system's place.
+    documents: how many, of `tokens` tokens each; question: tokens after them. methods: reuse
+    methods with their defaults, and transformers_sdpa. folder: where documents are stored; None:
+    the system's temporary folder.
     """
 
     methods: Names

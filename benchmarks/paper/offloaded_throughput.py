@@ -1,12 +1,12 @@
-"""A policy whose layers are offloaded as texts grow, as a system of whole answers.
+"""Throughput of a policy whose layers are offloaded as sequences grow.
 
-SpeContext's section 6 makes room for more requests that way. The engine and its cache are made for
-one length at a time, with as many offloaded layers as the plan gives for it. Requests are bounded
-by the memory of their resident layers, and by the host memory that may be used.
+SpeContext (section 6) fits more requests that way. Engine and cache are created for one length at
+a time, with the number of offloaded layers that the plan gives for it. The memory of the resident
+layers and the permitted host memory bound the number of requests.
 
-Random weights look elsewhere at every step, real ones do not: more than 80 % of a choice were in
-the one before (SpeContext, section 5.2). So the head here has queries that hardly change; what
-share of the chosen tokens was there already is counted, and is in the line of results.
+With random weights, selections change at every step; with real ones, more than 80 % of a selection
+was in the one before (SpeContext, section 5.2). The queries of the head used here therefore hardly
+change; the share of selected tokens that were resident is counted and stored with the results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
-# Tokens after a prompt whose logits are compared with those of everything above.
+# Tokens after a prompt whose logits are compared with those of an engine without offloading.
 _COMPARED = 3
 _TOLERANCE = 1e-2  # the same numbers, in the same order: 0 is expected
 
 
 class Steady(RetrievalHead):
-    """A random head whose queries are the same but for a small part.
+    """A random head whose queries are nearly constant.
 
-    Of 2,048 tokens chosen among 8,192 to 34,816, 86 to 80 % are chosen again at the next step.
+    Of 2,048 tokens selected among 8,192 to 34,816, 86 to 80 % are selected again in the next step.
     """
 
     SAME = 0.99
@@ -67,8 +67,8 @@ class Steady(RetrievalHead):
 class RequestSteps:
     """Steps of all requests at one length.
 
-    hit_rate: share of the selected tokens of offloaded layers that were resident already.
-    moved_bytes: in a step. error: of one request's logits, against an engine whose layers are all
+    hit_rate: share of the selected tokens of offloaded layers that were already resident.
+    moved_bytes: per step. error: of one request's logits, against an engine with all layers
     resident.
     """
 
@@ -80,13 +80,13 @@ class RequestSteps:
     error: float
 
     def as_dict(self) -> dict[str, Any]:
-        """What is below and what is loaded, for a line of results."""
+        """Offloaded layers, hit rate and moved bytes, for a line of results."""
         names = ("offloaded_layers", "hit_rate", "moved_bytes")
         return {name: getattr(self, name) for name in names}
 
 
 class OffloadedSystem:
-    """One of the systems in OFFLOADED_SYSTEMS. room: bytes beside the weights of the model."""
+    """One of the systems in OFFLOADED_SYSTEMS. room: bytes left after the model's weights."""
 
     def __init__(self, name: str, model: Model, settings: ThroughputSettings, room: int) -> None:
         self.name = name
@@ -100,9 +100,9 @@ class OffloadedSystem:
         self.requests = self._most(settings)
 
     def measure(self, length: int) -> RequestSteps:
-        """Fills an engine with requests of that length and times their steps.
+        """Fills an engine with requests of this length and times their steps.
 
-        DisagreementError if the logits of the first one are not those of everything above.
+        DisagreementError if the logits of the first differ from those without offloading.
         """
         model, count = self._model, self.requests
         numbers = RandomKV(model, count, length)
@@ -110,7 +110,7 @@ class OffloadedSystem:
         short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
         expected = self._logits_above(numbers, short)
         with tempfile.TemporaryDirectory() as folder, self._loading(folder, count) as system:
-            # A cache doubles as it grows; below, that would be twice what is wanted of the host.
+            # A cache doubles as it grows; offloaded, it would take twice the host memory needed.
             system.engine.cache.max_pages = self._pages(count, length)
             system.fill(numbers, texts)
             found = system.logits(short)
@@ -134,7 +134,7 @@ class OffloadedSystem:
             above.fill(numbers, [text.prompt])
             found = above.logits(text)
         del above
-        release_memory()  # the requests need it
+        release_memory()  # for the requests
         return found
 
     def _loading(self, folder: str, requests: int) -> Loading:
@@ -142,7 +142,7 @@ class OffloadedSystem:
         return Loading(Prefetcher, *where, requests=requests)
 
     def _most(self, settings: ThroughputSettings) -> int:
-        """Whole texts that fit above with some layers below, and of which the host has room."""
+        """The most whole requests that fit, with some layers offloaded, into device and host."""
         length = settings.prompt + settings.answer
         text_bytes = length * self._model.geometry(PAGE_SIZE).token_bytes
         counts = range(1, settings.host_memory // text_bytes + 1)
@@ -159,15 +159,15 @@ class OffloadedSystem:
                 offloader = system.engine.offloader
                 assert offloader is not None
                 most = max(offloader.plan.capacities)
-        except (CapacityError, ConfigError):  # not even the buffers, or no page beside them
+        except (CapacityError, ConfigError):  # the buffers do not fit, or leave space for no page
             return False
         return most >= self._pages(requests, length)
 
     def _steps(self, requests: int) -> int:
-        """Tokens after the prompt, of requests that begin one after the other."""
+        """Tokens after the prompt, for requests that begin one after the other."""
         return requests + WARM_UP + self._repeat + 1
 
     def _pages(self, requests: int, length: int) -> int:
-        """For texts, steps, a copy of a page that is known; and one that is nobody's."""
+        """Pages for texts, steps, a copy of a cached page each, and one reserved page."""
         each = -(-(length + self._steps(requests)) // PAGE_SIZE) + 1
         return requests * each + 1

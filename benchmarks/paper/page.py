@@ -1,4 +1,4 @@
-"""What docs/results.md says of the papers' headline settings: targets and what was found."""
+"""The papers' headline settings in docs/results.md: targets and results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from benchmarks.speed_pages import tables
 Line = dict[str, Any]
 
 UNMEASURED = "unmeasured"
-#: Who reads everything, once, in place.
+#: Systems that read everything once and in place.
 _DENSE = ("full", FLASH)
 _HEADS = "setting;speed;in the paper;target;found".split(";")
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """Paragraphs and a table with a row for every target; only lines of a GPU count.
+    """Paragraphs and a table with a row per target; only lines measured on a GPU count.
 
-    What no line tells is named as unmeasured.
+    Targets without a line are marked as unmeasured.
     """
     last = {line["headline"]: line for line in lines if counts(line)}
     left = len(HEADLINES) - len(last)
@@ -47,7 +47,7 @@ def section(lines: Sequence[Line]) -> list[str]:
 
 
 def _arithmetic() -> list[str]:
-    """What the bytes of a step say of the bars over a dense step of the same number of requests."""
+    """The speed-up over dense steps that a step's bytes allow, with the same number of requests."""
     rows = []
     for one in HEADLINES.values():
         if not isinstance(one.settings, ThroughputSettings):
@@ -73,7 +73,7 @@ def _arithmetic() -> list[str]:
 
 
 def counts(line: Line) -> bool:
-    """Whether a line tells of a setting at its full size, on a GPU."""
+    """Whether a line measures a setting at full size on a GPU."""
     known = line["headline"] in HEADLINES
     return known and not line["small"] and line["machine"]["device"] != "cpu"
 
@@ -109,7 +109,7 @@ def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
 
 
 def _slow(bar: Bar, speeds: Mapping[str, float]) -> str | None:
-    """Why being faster than a bar's other system says nothing; None where it says something."""
+    """Why being faster than the target's other system is meaningless; None if it is not."""
     if bar.floor is None or bar.by is None or not {bar.by, bar.floor} <= speeds.keys():
         return None
     times = speeds[bar.floor] / speeds[bar.by]

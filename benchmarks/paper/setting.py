@@ -1,4 +1,4 @@
-"""Measures one of the papers' headline settings, or the same in small, which shows that it runs."""
+"""Measures one of the papers' headline settings, or a small version that shows that it runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, r
 
 Line = dict[str, Any]
 
-#: What a small run has room for, beside what every run keeps free: some requests, some layers.
+#: Memory of a small run, in addition to the reserve of every run: some requests, some layers.
 _SMALL_BYTES = RESERVE_BYTES + (1 << 19)
 _ATTENTION = {None: ALL, PAGE_SIZE: PAGES, 1: TOKENS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A benchmark. unit: of its speeds, of which more is better. small: settings of a moment."""
+    """A benchmark. unit: of its speeds (higher is better). small: settings that run in a moment."""
 
     unit: str
     run: Callable[[Any, Headline, Report], Line]
@@ -36,9 +36,9 @@ class _Kind:
 
 
 def measured(name: str, device: str, report: Report, *, small: bool = False) -> Line:
-    """The part of a line of results that is the setting's own, with its speeds and bars.
+    """Measures a setting; returns its part of a line of results, with speeds and targets.
 
-    small: in the shape "smoke", with a few tokens. UnknownNameError for a name that is not known.
+    small: in the shape "smoke", with a few tokens. UnknownNameError for an unknown name.
     """
     require_known("setting", [name], HEADLINES)
     headline = HEADLINES[name]
@@ -48,12 +48,12 @@ def measured(name: str, device: str, report: Report, *, small: bool = False) -> 
     line = kind.run(on(settings, device), headline, report)
     speeds = kind.speeds(line)
     more = {"headline": name, "small": small, "unit": kind.unit, "speeds": speeds}
-    # In small nothing is reached or missed.
+    # A small run neither reaches nor misses a target.
     return line | more | {"bars": [] if small else judged(headline, kind.unit, speeds)}
 
 
 def unit(name: str) -> str:
-    """What the speeds of a setting are counted in."""
+    """The unit of a setting's speeds."""
     return _KINDS[type(HEADLINES[name].settings)].unit
 
 
@@ -66,7 +66,7 @@ def on(settings: Asked, device: str) -> Any:
 
 def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> Line:
     device = measure.device(settings.device)
-    # A GPU offloads to the host's RAM; for a CPU there is no such peer.
+    # Offloading to the host's RAM needs a GPU; on a CPU there is no such peer.
     theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
@@ -100,7 +100,7 @@ def _small_documents(settings: DocumentSettings) -> DocumentSettings:
 
 
 def _share(line: Line) -> dict[str, float]:
-    """Of the copy bandwidth, on the best path; everything, then pages, then tokens."""
+    """Share of the copy bandwidth on the best path, for everything, pages and tokens."""
     path = line["settings"]["paths"][0]
     return {
         _ATTENTION[result["unit"]]: result["copy_share"]

@@ -1,9 +1,9 @@
-"""The papers' headline settings, and what is to be reached there on a GPU: `make gpu`.
+"""The papers' headline settings and their targets on a GPU: `make gpu`.
 
-Each is a setting of a benchmark of this package, with weights of the right shape and random
-numbers. What is to be reached are ratios of speeds within one run: `of` is to be at least `wanted`
-times as fast as `by`. `benchmarks.paper.setting` measures them, `python -m benchmarks.headlines` is
-the command, docs/results.md names those that nobody has measured yet.
+Each is a setting of one of our benchmarks, with random weights of the right shape. A target is a
+ratio of speeds within one run: `of` should be at least `wanted` times as fast as `by`.
+`benchmarks.paper.setting` measures them, `python -m benchmarks.headlines` is the command, and
+docs/results.md lists those that are unmeasured.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings |
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What is to be reached. by: None where `of` is a share itself. paper: what was reported.
+    """A target. by: None if `of` is itself a share. paper: the paper's result.
 
-    floor: a system that `by` has to be as fast as, or being faster than `by` says nothing.
+    floor: if `by` is slower than this system, being faster than `by` means nothing.
     """
 
     of: str
@@ -36,8 +36,8 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """One setting. source: where it is from; about: what it is. theirs: peers where those are
-    not among the settings. note: what docs/results.md says of its bars.
+    """One setting. source: where it is from; about: a description. theirs: peers that are not
+    among the settings. note: a remark on its targets in docs/results.md.
     """
 
     source: str
@@ -48,9 +48,9 @@ class Headline:
     note: str = ""
 
 
-#: The best dense step of others: see `keyhole.bench.settings.MORE_BASELINES`.
+#: The best dense steps of other systems: see `keyhole.bench.settings.MORE_BASELINES`.
 FLASH = "torch_flash"
-#: Kinds of attention in the kernels' table of speeds.
+#: Kinds of attention in the kernel benchmark's speeds.
 ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"
 
 
@@ -113,7 +113,7 @@ def _long_prompt(of: str = "spe_context") -> tuple[Bar, ...]:
     )
 
 
-#: Above, there is room for one request: what makes room for more is what these bars are of.
+#: Without offloading one request fits; these targets measure what makes room for more.
 _BELOW = "spe_context_below"
 
 _OF_LONG_PROMPTS = (
@@ -184,13 +184,13 @@ HEADLINES: dict[str, Headline] = {
             Bar(of="sam_kv", by="cacheblend", wanted=1.0, floor="recompute"),
         ),
     ),
-    # The least batch for which the kernels' shares are wanted.
+    # The smallest batch that has targets for the kernels' shares.
     "kernels_batch_16": _kernels(16),
 }
 
 
 def judged(headline: Headline, unit: str, speeds: dict[str, float]) -> list[dict[str, Any]]:
-    """What was reached of every bar whose systems were measured."""
+    """The result of every target whose systems were measured."""
     found = []
     for bar in headline.bars:
         if bar.of not in speeds or (bar.by is not None and bar.by not in speeds):
@@ -202,5 +202,5 @@ def judged(headline: Headline, unit: str, speeds: dict[str, float]) -> list[dict
 
 
 def named(bar: Bar, unit: str) -> str:
-    """A bar in words."""
+    """A target in words."""
     return f"{bar.of}: {unit}" + ("" if bar.by is None else f" by those of {bar.by}")

@@ -1,12 +1,12 @@
-"""Tokens per second of whole answers, as many requests at once as a given memory has room for.
+"""Tokens per second of whole answers, with as many concurrent requests as a given memory holds.
 
-Every system has requests of its own number, counted from shapes: weights, keys and values of whole
-texts, and what a step copies must fit. A full run of long answers takes hours, so steps are timed
-at some lengths along the way, each as in the decode benchmark, and their times are integrated by
-the trapezoidal rule over the answer's tokens. Prompts are not computed and not counted. Systems
-with the same number of requests take turns; those of another number, and other people's caches,
-have a sitting of their own, beside ours where the numbers are equal. So have policies whose layers
-are offloaded (`benchmarks.paper.offloaded_throughput`).
+Every system has its own number of requests, computed from shapes: weights, keys and values of whole
+requests, and a step's copies must fit. A full run of long answers takes hours, so steps are timed
+at some lengths along the answer, as in the decode benchmark, and integrated over its tokens by the
+trapezoidal rule. Prompts are neither computed nor counted. Our systems with the same number of
+requests are interleaved; other numbers, and each peer with its own cache, are measured in separate
+runs, a peer together with our systems of the same number. Policies with offloaded layers are also
+measured separately (`benchmarks.paper.offloaded_throughput`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from keyhole.models.loading import Model
 
 
 def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
-    """Measures every length; the part of a line of results that is this benchmark's own.
+    """Measures every length; returns this benchmark's part of a line of results.
 
-    Gives each length's step times to `report`, with notes on what was left out.
+    Passes each length's step times to `report`, with notes on what was left out.
     """
     require_systems(settings.decode.systems, (*ALL_BASELINES, *OFFLOADED_SYSTEMS))
     lengths = lengths_along(settings.prompt, settings.answer, settings.points)
@@ -72,7 +72,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
                 errors[name] = max(error, errors.get(name, 0.0))
             skipped += [one.as_dict() for one in joint_run.skipped]
             notes += map(str, joint_run.skipped)
-            release_memory()  # the next one needs this one's
+            release_memory()  # for the next one
         for name, system in offloaded.items():
             if not system.requests:
                 continue
@@ -106,27 +106,27 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
 
 
 def lengths_along(prompt: int, answer: int, points: int) -> tuple[int, ...]:
-    """Lengths from the prompt's to that of the whole text, evenly, in whole pages."""
+    """Evenly spaced lengths from the prompt to prompt and answer, in whole pages."""
     along = [prompt + answer * i // (points - 1) for i in range(points)]
     return tuple(-(-length // PAGE_SIZE) * PAGE_SIZE for length in along)
 
 
 def answer_seconds(lengths: Sequence[int], step_ms: Sequence[float], answer: int) -> float:
-    """The time of an answer: the mean of the step times over the lengths, times its tokens."""
+    """The time of an answer: the mean step time over the lengths, times its tokens."""
     pairs = zip(itertools.pairwise(lengths), itertools.pairwise(step_ms), strict=True)
     area = sum((last - first) * (a + b) / 2 for (first, last), (a, b) in pairs)
     return 1e-3 * answer * area / (lengths[-1] - lengths[0])
 
 
 def most_requests(name: str, model: Model, settings: ThroughputSettings, room: int) -> int:
-    """Whole texts for which a system has room beside the weights."""
+    """The most whole requests that fit after the weights."""
     tokens = settings.prompt + settings.answer
     if name in ALL_BASELINES:
         geometry = model.geometry(PAGE_SIZE)
         past = tokens * geometry.token_bytes
         each = past + passing_layers(name, geometry) * past // geometry.num_layers
     else:
-        # A page is nobody's, however many requests there are.
+        # One page is reserved, whatever the number of requests.
         one, two = (needed_bytes(model, [name], count, tokens, 1) for count in (1, 2))
         each = two - one
         room -= one - each
@@ -134,9 +134,9 @@ def most_requests(name: str, model: Model, settings: ThroughputSettings, room: i
 
 
 def joint_runs(requests: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
-    """Who sits together, with how many requests: our systems beside each peer of the same number.
+    """The systems of each run and their number of requests: a peer and ours of the same number.
 
-    Those that have room for none are left out.
+    Systems without space for a request are left out.
     """
     ours = {name: count for name, count in requests.items() if name not in ALL_BASELINES}
     found = [
@@ -155,7 +155,7 @@ def joint_runs(requests: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]
 def _result(
     name: str, requests: int, lengths: Sequence[int], step_ms: list[float], answer: int
 ) -> Result:
-    """Without a throughput if it was not there at every length."""
+    """A result; without a throughput unless every length was measured."""
     whole = len(step_ms) == len(lengths)
     seconds = answer_seconds(lengths, step_ms, answer) if whole else None
     return {

@@ -1,7 +1,7 @@
-"""What the steps of whole answers must move at least, counted from the shape of a model.
+"""The fewest bytes that the steps of whole answers must move, from the shape of a model.
 
-By these bytes, at one bandwidth, reading less can make a step so much faster and no more, where all
-keys and values lie above. Copies, and what selects beside the head's keys, come on top.
+At equal bandwidth these bytes bound the speed-up of reading less, if all keys and values are
+resident. Copies, and the selection's reads other than the head's keys, are not included.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from keyhole.bench.settings import SHAPES
 
 @dataclass(frozen=True, kw_only=True)
 class Ideal:
-    """requests: whole texts that fit at most, of every system. gain: over reading everything."""
+    """requests: the most whole requests that fit. gain: speed-up over reading everything."""
 
     requests: int
     gain: float
 
 
 def ideal(settings: ThroughputSettings) -> Ideal:
-    """Of SpeContext at its budget, over the whole answer; a Llama's shape only.
+    """The bound for SpeContext at its budget over the whole answer; only for Llama shapes.
 
-    Step bytes are linear in the length, so that their mean is that of the middle of the answer.
+    A step's bytes are linear in the length, so their mean is that of the middle of the answer.
     """
     decode = settings.decode
     shape, size = SHAPES[decode.shape], getattr(torch, decode.dtype).itemsize
@@ -37,7 +37,7 @@ def ideal(settings: ThroughputSettings) -> Ideal:
     room = settings.memory - RESERVE_BYTES - size * num_weights(decode.shape)
     requests = max(0, room // ((settings.prompt + settings.answer) * token_bytes))
     embedding = 0 if shape["tie_word_embeddings"] else shape["vocab_size"] * shape["hidden_size"]
-    # A step reads a row of the embedding for each token; where it is tied, all of it at the end.
+    # A step reads one row of the embedding per token; a tied one is also read in full at the end.
     weights = size * (num_weights(decode.shape) - embedding)
     length = settings.prompt + settings.answer // 2
     dense = weights + requests * length * token_bytes
@@ -46,7 +46,7 @@ def ideal(settings: ThroughputSettings) -> Ideal:
 
 
 def num_weights(shape_name: str) -> int:
-    """Numbers in all weights of a Llama of that shape."""
+    """The number of weights of a Llama of this shape."""
     shape = SHAPES[shape_name]
     width = shape["hidden_size"]
     heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]

@@ -1,7 +1,7 @@
-"""What docs/results.md says of right answers and their cost, between two comments.
+"""The part of docs/results.md about right answers and their cost, between two comments.
 
-Written by `python -m benchmarks.evaluation --render` from the stored lines, with whatever cells
-there are: one that was not measured is a dash in a table, and white in a picture.
+`python -m benchmarks.evaluation --render` writes it from the stored lines; a cell that was not
+measured is a dash in a table and white in a figure.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from keyhole.eval.report.plot_style import NOTHING
 
 PAGE = "results.md"
 LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"
-#: A configuration of each policy is shown at this budget and length.
+#: The budget and length at which each policy's configuration is shown.
 _SHOWN = (256, 2048)
 BEGIN = "<!-- evaluation: python -m benchmarks.evaluation --render -->\n"
 END = "<!-- end of evaluation -->\n"
 
 
 def write(results: Path, docs: Path) -> None:
-    """Rewrites the part of the page and its pictures; results: the folder of the lines."""
+    """Rewrites this part of the page and its figures; results: the folder of the lines."""
     page, lines, errors = docs / PAGE, stored(results / LINES), stored(results / ERRORS)
     scope = stored(results / SCOPE)
     claims = {name: stored(results / file) for name, file in controls.FILES.items()}
@@ -41,19 +41,19 @@ def write(results: Path, docs: Path) -> None:
 
 
 def stored(path: Path) -> list[Line]:
-    """The lines of a file; none where there is no file."""
+    """The lines of a file; none if it does not exist."""
     return LineFile(path).lines
 
 
 def newest(lines: Sequence[Line]) -> str:
-    """The date of the last line, which pictures have in them."""
+    """The date of the last line, which is stored in the figures."""
     return max((str(line["date"]) for line in lines), default="")
 
 
 def measured(lines: Sequence[Line]) -> list[Cell]:
-    """Cells of the page's tasks, named by their method; adaptive budgets have names of their own.
+    """Cells of the page's tasks, named by method; adaptive budgets have separate names.
 
-    Of two lines of a cell the later counts.
+    Of two lines of a cell, the later one counts.
     """
     return [named(cell) for cell in cells(lines) if cell.place.task in ASKED]
 
@@ -64,9 +64,9 @@ def render(
     scope: Sequence[Line] = (),
     claims: Mapping[str, Sequence[Line]] | None = None,
 ) -> str:
-    """All of it; nothing without lines.
+    """The whole part; empty without lines.
 
-    scope: the lines of `results_scope`. claims: those of `results_controls`, by part.
+    scope: the lines for `scope`. claims: the lines for `controls`, by part.
     """
     found, errors = measured(lines), results_errors.latest(errors)
     if not found:
@@ -106,7 +106,7 @@ def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
 
 
 def _unequal(found: Sequence[Cell]) -> list[str]:
-    """What the configurations do not have in common, and a table of their settings."""
+    """How the configurations differ, and a table of their settings."""
     budget, length = _SHOWN
     table = results_scope.configurations(found, budget, length)
     if not table:
@@ -153,7 +153,7 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
 
 
 def _table(own: list[Cell], text: Callable[[Cell, Cell | None], str]) -> str:
-    """A row for each method, a column for each length and budget; full attention in all of them."""
+    """A row per method, a column per length and budget; full attention in every column."""
     table, heads = TaskCells(own), columns(own)
     top = [""]
     for number, (length, budget) in enumerate(heads):
@@ -176,7 +176,7 @@ def _length(cell: Cell, full: Cell | None) -> str:
 
 
 def _samples(own: list[Cell]) -> str:
-    """How many samples the cells of each length have."""
+    """The number of samples of the cells of each length."""
     by_length: dict[int, set[int]] = {}
     for cell in own:
         by_length.setdefault(cell.place.length, set()).add(cell.samples or 0)

@@ -1,4 +1,4 @@
-"""What docs/results.md says of budgets that follow the text, from the stored lines."""
+"""The section on adaptive budgets in docs/results.md, from the stored lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADS = (
 
 
 def section(found: Sequence[Cell]) -> list[str]:
-    """Paragraphs and a table: whether budgets that follow the text are worth it, point by point."""
+    """Paragraphs and a table: the gain of adaptive budgets, point by point."""
     order = list(ASKED)
     own = [cell for cell in found if cell.settings.get("recall") is not None]
     own.sort(key=lambda c: (order.index(c.place.task), c.place.length, c.policy))

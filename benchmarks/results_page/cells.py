@@ -1,4 +1,4 @@
-"""The grid of the evaluation in docs/results.md, and cells of it found, named and compared."""
+"""The evaluation grid of docs/results.md: finds, names and compares its cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keyhole.policies import available_policies
 FULL = "full"
 BUDGETS = (64, 128, 256, 512, 1024)
 _ADAPTIVE = "recall"
-#: Settings that list layers which read everything.
+#: Settings that list the layers that read everything.
 _DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 
 
@@ -56,7 +56,7 @@ ASKED = {
 
 
 class TaskCells:
-    """Cells of one task by name, length and budget."""
+    """Cells of one task, by name, length and budget."""
 
     def __init__(self, own: Sequence[Cell]) -> None:
         self._found = {(cell.name, cell.place.length, cell.budget): cell for cell in own}
@@ -71,33 +71,33 @@ class TaskCells:
 
 
 def named(cell: Cell) -> Cell:
-    """With the policy as its name; "..., adaptive" where the budget follows the text."""
+    """The cell named by its policy, with ", adaptive" for an adaptive budget."""
     adaptive = ", adaptive" if cell.settings.get(_ADAPTIVE) is not None else ""
     return dataclasses.replace(cell, name=f"{cell.policy}{adaptive}")
 
 
 def dense_layers(settings: Mapping[str, Any]) -> list[int]:
-    """Layers that read everything at every step, those that choose for others among them.
+    """Layers that read everything in every step, selection layers included.
 
-    settings: of a policy, settled, as a line stores them.
+    settings: a policy's resolved settings, as stored in a line.
     """
     lists = (settings.get(name) or () for name in _DENSE)
     return sorted({layer for layers in lists for layer in layers})
 
 
 def fixed(found: Sequence[Cell]) -> list[Cell]:
-    """All but those whose budget follows the text."""
+    """The cells with a fixed budget."""
     return [cell for cell in found if cell.settings.get(_ADAPTIVE) is None]
 
 
 def of_task(found: Sequence[Cell], task: str) -> list[Cell]:
-    """The cells of a task in the setup of the page."""
+    """The cells of a task, in the setup of the page."""
     places = (task, ASKED[task].setup)
     return [cell for cell in found if (cell.place.task, cell.place.setup) == places]
 
 
 def methods(own: Sequence[Cell]) -> list[str]:
-    """Names with fixed budgets: ours in the order of the table of policies, then others."""
+    """Names with fixed budgets: ours in the order of the policy table, then others."""
     there = {cell.name for cell in fixed(own)}
     return [
         *(name for name in available_policies() if name in there),
@@ -106,7 +106,7 @@ def methods(own: Sequence[Cell]) -> list[str]:
 
 
 def columns(own: Sequence[Cell]) -> list[tuple[int, int]]:
-    """Length and budget of the fixed cells, in order; where there are none, all budgets."""
+    """Lengths and budgets of the fixed cells, in order; all budgets if there are none."""
     found = {(c.place.length, c.budget) for c in fixed(own) if c.budget is not None}
     lengths = {cell.place.length for cell in own}
     for length in lengths - {length for length, _ in found}:
@@ -115,10 +115,10 @@ def columns(own: Sequence[Cell]) -> list[tuple[int, int]]:
 
 
 def gain_over_fixed(cell: Cell, found: Sequence[Cell]) -> float | None:
-    """Score less that of the policy's fixed budgets at the same bytes per step.
+    """Score minus that of the policy's fixed budgets at the same bytes per step.
 
-    Between two budgets the score is taken on a line over the logarithm of bytes; beyond the largest
-    it stays. None below the smallest, and without numbers.
+    Scores are interpolated linearly over the logarithm of bytes, and constant above the largest
+    budget. None below the smallest budget, and without data.
     """
     known = sorted((math.log(read), score) for read, score in _curve(cell, found))
     if not known or cell.score is None or not cell.bytes_per_step:
@@ -135,14 +135,14 @@ def gain_over_fixed(cell: Cell, found: Sequence[Cell]) -> float | None:
 
 
 def cheapest_as_right(cell: Cell, found: Sequence[Cell]) -> float | None:
-    """Bytes per step of the policy's least fixed budget with at least this score, or None."""
+    """Bytes per step of the policy's smallest fixed budget with at least this score, or None."""
     if cell.score is None:
         return None
     return min((read for read, score in _curve(cell, found) if score >= cell.score), default=None)
 
 
 def _curve(cell: Cell, found: Sequence[Cell]) -> list[tuple[float, float]]:
-    """Bytes per step and score of the policy's fixed budgets at the place of a cell."""
+    """Bytes per step and score of the policy's fixed budgets at the task and length of a cell."""
     return [
         (other.bytes_per_step, other.score)
         for other in fixed(found)

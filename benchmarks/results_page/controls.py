@@ -1,7 +1,7 @@
-"""What docs/results.md says of methods beside their controls: tables for each terms, never mixed.
+"""The section on methods and their controls in docs/results.md: separate tables per terms.
 
-The lines are those of `keyhole eval --controls`, in a file of their own for each part;
-`python -m benchmarks.claims` measures them.
+The lines are those of `keyhole eval --controls`, in one file per part; `python -m
+benchmarks.claims` measures them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.plot_style import NOTHING
 
-#: The lines of each part, beside those of all other results.
+#: The file of each part, in the folder of the results.
 FILES = {
     name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")
 } | {"adaptive": "adaptive-layers.jsonl"}
-#: Title and meaning of each terms, in the order of the page.
+#: Title and explanation of each comparison, in the order of the page.
 TERMS = {
     "equal": (
         "Equal terms",
@@ -47,10 +47,10 @@ TERMS = {
         "controls only, not with other rows.",
     ),
 }
-#: What a line says of tokens beside the budget, and what the tables then say.
+#: How a line describes tokens read outside the budget, and how the tables do.
 OUTSIDE, BESIDE = "outside_budget", "beside"
 _READ = "The text is read with full attention; the question and the answer run under the policy."
-#: The tasks in the order of the page.
+#: The tasks, in the order of the page.
 TASKS = {
     "tiny_derive": ASKED["tiny_derive"],
     "tiny_vartrack": PageTask(
@@ -64,14 +64,14 @@ TASKS = {
         about=f"A document states a fact by referring to an earlier document. {_READ}",
     ),
 }
-#: Of all gains in a table, the chance that even one of those in bold is none.
+#: The probability that any of a table's gains in bold is due to chance.
 _LEVEL = 0.05
 _Key = tuple[int, int]
 _Text = Callable[[Line, Comparison | None], str]
 
 
 def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
-    """All tables, of the terms that have lines; pictures: of terms, by name."""
+    """The tables of all terms with lines; pictures: their figures, by name."""
     parts = []
     for name, (title, about) in TERMS.items():
         if own := lines.get(name):
@@ -171,7 +171,7 @@ def _table(
     *,
     with_controls: bool = False,
 ) -> str:
-    """A row for each method, a column for each length and budget."""
+    """A row per method, a column per length and budget."""
     heads = [""]
     for number, (length, budget) in enumerate(keys):
         first = number == 0 or keys[number - 1][0] != length
@@ -200,7 +200,7 @@ def _table(
 def _shared_controls(
     lines: Sequence[Line], keys: Sequence[_Key], beside: Mapping[int, Comparison | None]
 ) -> list[list[str]]:
-    """A row for each control, where all methods of a column have the same ones."""
+    """A row per control, if all methods of a column have the same controls."""
     rows = []
     for name in (RECENT, RANDOM, ORACLE):
         row = [f"*{name}*"]
@@ -225,7 +225,7 @@ def _full(lines: Sequence[Line], length: int) -> str:
 
 
 def _significant(found: Any) -> set[int]:
-    """Which comparisons gain more or less than chance would, all together (Holm's method)."""
+    """The comparisons whose gain or loss is significant, corrected by Holm's method."""
     tests = sorted(
         (one.gain.p, id(one)) for one in found if one and one.gain and one.can_tell is not False
     )
@@ -246,7 +246,7 @@ def _cell(text: str) -> str:
 
 
 def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
-    """The settings of every method, folded away; equal terms are said above."""
+    """The settings of every method, collapsed; what they have in common is stated above."""
     if terms == "equal":
         return []
     texts: dict[str, str] = {}

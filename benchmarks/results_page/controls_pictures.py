@@ -1,4 +1,4 @@
-"""Pictures of methods beside their controls: scores against bytes, and lengths of answers."""
+"""Figures of methods and their controls: scores against bytes, and lengths of answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from keyhole.eval.report.cells import Cell, cells, place_name, places
 from keyhole.eval.report.charts import draw_pareto, points
 from keyhole.eval.report.plot_style import MethodStyle, method_styles
 
-#: The derivations whose lengths are shown: those of the longest texts under this budget.
+#: Task and budget of the answers whose lengths are shown; their texts are the longest.
 _TASK, _BUDGET = "tiny_derive", 128
-#: Inches of a panel, and how many stand side by side.
+#: Size of a panel in inches, and panels per row.
 _PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 
 
 def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
-    """Name -> file, of the pictures that these lines make."""
+    """Name -> file of the figures that these lines give."""
     found = {name: f"claims-{name}.png" for name in TERMS if lines.get(name)}
     if shown(lines.get("equal", ())):
         found["lengths"] = "answer-lengths.png"
@@ -33,7 +33,7 @@ def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
 
 
 def write(lines: Mapping[str, Sequence[Line]], folder: Path) -> None:
-    """Draws all of them. Needs matplotlib."""
+    """Draws all figures. Needs matplotlib."""
     for name, file in names(lines).items():
         if name == "lengths":
             _lengths(shown(lines["equal"]), folder / file)
@@ -43,7 +43,7 @@ def write(lines: Mapping[str, Sequence[Line]], folder: Path) -> None:
 
 
 def shown(lines: Sequence[Line]) -> dict[tuple[str, str], np.ndarray]:
-    """Tokens of every answer, ascending, by policy and name; those of the longest derivations."""
+    """Tokens of every answer to the longest derivations, ascending, by policy and name."""
     asked = [line for line in lines if line["task"] == _TASK and line.get("answer_lengths")]
     longest = max((line["length"] for line in asked), default=0)
     return {
@@ -56,7 +56,7 @@ def shown(lines: Sequence[Line]) -> dict[tuple[str, str], np.ndarray]:
 
 
 def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
-    """Steps of a distribution for each method."""
+    """The cumulative distribution of each method, as steps."""
     style: dict[str, MethodStyle] = method_styles(found)
     with picture(path, figsize=(7, 4), layout="constrained") as figure:
         axes = figure.subplots()
@@ -69,7 +69,7 @@ def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
 
 
 def pareto_chart(cells: Sequence[Cell], path: str | Path, *, title: str) -> None:
-    """Writes a picture, a panel for each task and length; ConfigError if nothing is to be drawn."""
+    """Writes a figure with a panel per task and length; ConfigError if there is nothing to draw."""
     by_place = {at: own for at, own in places(cells).items() if points(own)}
     if not by_place:
         raise ConfigError("no line has both a score and bytes_per_step; there is nothing to draw")

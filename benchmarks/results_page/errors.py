@@ -1,4 +1,4 @@
-"""What docs/results.md says of wrong answers: what was read when the first wrong word came."""
+"""The section on wrong answers in docs/results.md: what was read for the first wrong word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.results_page.text import image, paragraph, percent, written
 from keyhole.eval.line_file import Line
 from keyhole.eval.report.plot_style import NOTHING
 
-#: What a method cannot read however much a word needs it: its design, not a measurement.
+#: What a method cannot read by design, however much a word needs it; not a measurement.
 _HIDDEN = {
     "sliding_window": "what stands before the window",
     "streaming_llm": "what stands between the first tokens and the window",
@@ -41,13 +41,13 @@ _HEADS = (
 
 
 def latest(lines: Sequence[Line]) -> list[Line]:
-    """The last line of each cell."""
+    """The newest line of each cell."""
     keys = ("task", "length", "method", "budget")
     return list({tuple(line[key] for key in keys): line for line in lines}.values())
 
 
 def section(lines: Sequence[Line], picture: str | None) -> list[str]:
-    """Paragraphs, a table and the picture; nothing without lines."""
+    """Paragraphs, a table and the figure; empty without lines."""
     if not lines:
         return []
     there = {line["method"] for line in lines}

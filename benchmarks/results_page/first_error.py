@@ -1,10 +1,9 @@
-"""Where a wrong answer begins to be wrong, and what was read in the step that wrote that word.
+"""The first wrong word of an answer, and what the step that wrote it had read.
 
-Answers of the bundled model's tasks are sentences. A sentence that stands in the prompt, or was
-written before, can be copied only by a step that reads it; one that stands nowhere is computed from
-the two before it, as the sums of derivations are. What follows the last sentence says that the
-answer is over, which depends on the question. So the first wrong word tells whether a policy hid
-what it had to show.
+Answers of the bundled model's tasks are sentences. A sentence of the prompt, or an earlier one of
+the answer, can be copied only by a step that reads it; any other is computed from the two sentences
+before it, such as the sums of derivations. Whether the answer is complete depends on the question.
+The first wrong word therefore shows whether the policy withheld what the step needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
 
 _END = "."
-#: What a word may depend on; see `FirstError`.
+#: Kinds of what a word may depend on; see `FirstError`.
 COPIED, COMPUTED, CLOSING = "copied", "computed", "closing"
 
 
@@ -31,14 +30,13 @@ COPIED, COMPUTED, CLOSING = "copied", "computed", "closing"
 class FirstError:
     """The first wrong word of an answer; words are tokens here.
 
-    word: its number in the answer, from 0. right, written: the sentence up to it, as it should be
-    and as it is. needed: begin and end, in the tokens, of what the word depends on, by its kind:
-    where a copied sentence stood before, the last time; the two sentences before a computed one;
-    the question, for the closing of the answer. step: the decode step that wrote the word; None for
-    a word that came from the dense prompt. read: share of the needed tokens that the step read,
-    mean over KV heads and over the layers that did not read everything; read_before: the mean of
-    the same for the last words of earlier sentences that were copied, or, for a computed one,
-    computed. None where there is nothing to take it of.
+    word: its number in the answer, from 0. right, written: the sentence up to it, correct and
+    actual. needed: begin and end, in tokens, of what the word depends on, by kind: the last earlier
+    occurrence of a copied sentence; the two sentences before a computed one; the question, for the
+    end of the answer. step: the decode step that wrote the word; None if the dense prompt gave it.
+    read: share of the needed tokens that the step read, mean over KV heads and over the layers that
+    did not read everything; read_before: the mean of the same for the last words of earlier copied
+    sentences or, for a computed one, computed sentences. None if there are none.
     """
 
     seed: int
@@ -60,7 +58,7 @@ class FirstError:
         return () if self.needed is None else tuple(range(*self.needed))
 
     def to_json(self) -> dict[str, Any]:
-        """What a line stores: all but the record."""
+        """The fields stored in a line: all except the record."""
         return {name: getattr(self, name) for name in _STORED}
 
 
@@ -92,20 +90,20 @@ def find(
     tokens, begin = [*asked.prompt, *asked.given, *answer], len(asked.prompt) + len(asked.given)
     (end,) = model.tokenizer(_END, add_special_tokens=False).input_ids
     stated = sources(tokens, begin, end)
-    # That the answer is over is told by the question alone.
+    # Only the question determines where the answer ends.
     context = len(request(model.tokenizer, sample, "question").prompt)
     closing = next((n for n in range(len(answer), 0, -1) if answer[n - 1] == end), 0)
     stated[closing:] = [(context, begin)] * (len(answer) - closing)
     kinds = [COPIED if at is not None else COMPUTED for at in stated]
     kinds[closing:] = [CLOSING] * (len(answer) - closing)
     needed = [at or two_before(tokens, begin + n, end) for n, at in enumerate(stated)]
-    # The first token comes from the step that reads the last given one, or from the prompt.
+    # The first token comes from the step that reads the last given token, or from the prompt.
     steps = [len(asked.given) + number - 1 for number in range(word + 1)]
     reads = [
         share_read(traced.trace, step, at) if step >= 0 and at is not None else None
         for step, at in zip(steps, needed, strict=False)
     ]
-    # What stands at the end of a sentence is what is looked up; much of the rest is grammar.
+    # The end of a sentence is what is looked up; much of the rest is grammar.
     like = COMPUTED if kinds[word] == COMPUTED else COPIED
     before = [
         share
@@ -131,7 +129,7 @@ def find(
 
 
 def first_difference(right: Sequence[int], written: Sequence[int]) -> int | None:
-    """Number of the first token that is not right, or missing; None if all are there."""
+    """Number of the first wrong or missing token; None if all are right."""
     for number, token in enumerate(right):
         if number >= len(written) or written[number] != token:
             return number
@@ -139,9 +137,9 @@ def first_difference(right: Sequence[int], written: Sequence[int]) -> int | None
 
 
 def sources(tokens: Sequence[int], begin: int, end: int) -> list[tuple[int, int] | None]:
-    """For each token from `begin` on where its sentence stood before, the last time.
+    """For each token from `begin` on, the last earlier occurrence of its sentence.
 
-    end: the token that closes a sentence. A place is begin and end in `tokens`, or None.
+    end: the token that ends a sentence. An occurrence is begin and end in `tokens`, or None.
     """
     found: list[tuple[int, int] | None] = []
     start = begin
@@ -160,13 +158,13 @@ def sources(tokens: Sequence[int], begin: int, end: int) -> list[tuple[int, int]
 
 
 def two_before(tokens: Sequence[int], at: int, end: int) -> tuple[int, int] | None:
-    """Begin and end of the two sentences before that of a token; None if there are fewer."""
+    """Begin and end of the two sentences before a token's; None if there are fewer."""
     ends = [number for number in range(at) if tokens[number] == end]
     return (ends[-3] + 1, ends[-1] + 1) if len(ends) > 2 else None
 
 
 def share_read(trace: Trace, step: int, place: tuple[int, int]) -> float | None:
-    """Share of the tokens there that a step read, mean over heads and sparse layers."""
+    """Share of these tokens that a step read, mean over heads and sparse layers."""
     own = trace.steps[step]
     shares = [
         float(own.tokens(layer)[:, slice(*place)].mean()) for layer in sparse_layers(trace, step)
@@ -175,6 +173,6 @@ def share_read(trace: Trace, step: int, place: tuple[int, int]) -> float | None:
 
 
 def sparse_layers(trace: Trace, step: int) -> tuple[int, ...]:
-    """Those that did not read everything."""
+    """The layers that did not read everything."""
     own = trace.steps[step]
     return tuple(layer for layer in trace.layers if not own.tokens(layer).all())

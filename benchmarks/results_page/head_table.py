@@ -1,4 +1,4 @@
-"""What heads find and what models answer with them, as tables and a picture, from stored lines."""
+"""Recall of heads and answers under them, as tables and a figure, from stored lines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from keyhole import drawing
 from keyhole.drawing import FAINT, INK
 from keyhole.eval.verify import BEST, WINDOW
 
-#: What `python -m benchmarks.head_recall`, or head_tasks, adds to benchmarks/results/.
+#: The files in benchmarks/results/ of `python -m benchmarks.head_recall` and head_tasks.
 Line = dict[str, Any]
 
 _COLORS = ("#0b6e75", "#e08e4f", "#7a5ea8", "#b03a48", "#4c8c4a", "#2f6fb0")
-#: A head that finds less than this more than the window is marked: points of recall.
+#: A head is marked if its recall exceeds the window's by less than this many points.
 _CLEAR = 0.01
 
 
 def tables(line: Line) -> str:
-    """A table for each budget: a row per chooser, a column per length, percent of the attention.
+    """A table per budget: a row per selector, a column per length, percent of the attention.
 
     A star marks a head that is not clearly above the window.
     """
@@ -39,7 +39,7 @@ def tables(line: Line) -> str:
 
 
 def tasks(line: Line) -> str:
-    """A row per policy and share of the text that it reads, a column per task: right answers."""
+    """Right answers: a row per policy and share of the text that it reads, a column per task."""
     cells = {(c["policy"], c["share"], c["task"], c["words"]): c for c in line["results"]}
     cases = list(dict.fromkeys((task, words) for _, _, task, words in cells))
     of = line["results"][0]["of"]
@@ -52,7 +52,7 @@ def tasks(line: Line) -> str:
 
 
 def picture(line: Line, path: str | Path) -> None:
-    """Writes a PNG: a panel per budget, recall against length, a line per chooser."""
+    """Writes a PNG with a panel per budget: recall against length, a line per selector."""
     results = line["results"]
     names = list(dict.fromkeys(c["chooser"] for c in results))
     budgets = sorted({c["budget"] for c in results})

@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md that show right answers. Needs matplotlib."""
+"""The figures of right answers in docs/results.md. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from keyhole.eval.report.cells import Cell
 from keyhole.eval.report.plot_style import method_styles
 
 _HEAT_MAP, _MAPS = "evaluation.png", "evaluation-errors.png"
-#: Inches of panels, and how many stand side by side.
+#: Sizes of panels in inches, and panels per row.
 _PARETO, _PARETO_COLUMNS = (4.6, 3.1), 2
 _MAP, _MAP_COLUMNS = (3.1, 2.3), 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """File names of the pictures that there is something for; pareto: by task."""
+    """File names of the figures that have data; pareto: by task."""
 
     heat_map: str | None = None
     pareto: dict[str, str] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Names:
 
     @property
     def all(self) -> list[str]:
-        """All of them."""
+        """All file names."""
         return [name for name in (self.heat_map, *self.pareto.values(), self.maps) if name]
 
 
 def names(found: Sequence[Cell], errors: Sequence[Line]) -> Names:
-    """What can be drawn."""
+    """The figures that can be drawn."""
     drawn = {
         task: f"evaluation-{task.removeprefix('tiny_').replace('_', '-')}.png"
         for task in ASKED
@@ -53,7 +53,7 @@ def names(found: Sequence[Cell], errors: Sequence[Line]) -> Names:
 
 
 def write(found: Sequence[Cell], errors: Sequence[Line], folder: Path, date: str) -> None:
-    """Writes them as PNGs; date: becomes their description."""
+    """Writes the figures as PNGs; date: stored as their description."""
     pictures = names(found, errors)
     for task, name in pictures.pareto.items():
         title = f"{ASKED[task].title}: {_what(date)}"
@@ -65,7 +65,7 @@ def write(found: Sequence[Cell], errors: Sequence[Line], folder: Path, date: str
 
 
 def _pareto(own: Sequence[Cell], path: Path, title: str, date: str) -> None:
-    """A panel for each length."""
+    """A panel per length."""
     lengths = sorted({cell.place.length for cell in own})
     panels = [[cell for cell in own if cell.place.length == length] for length in lengths]
     known = [
@@ -90,7 +90,7 @@ def _pareto(own: Sequence[Cell], path: Path, title: str, date: str) -> None:
 
 
 def _heat_map(found: Sequence[Cell], path: Path, date: str) -> None:
-    """A panel for each task: methods by lengths and budgets, right answers in percent."""
+    """A panel per task: percent of right answers, by method, length and budget."""
     grids = [(task, score_grid(own)) for task in ASKED if (own := of_task(found, task))]
     width = max(4.5, *(1.6 + 0.38 * len(grid.columns) for _, grid in grids))
     height = max(0.9 + 0.22 * len(grid.rows) for _, grid in grids)
@@ -106,12 +106,12 @@ def _heat_map(found: Sequence[Cell], path: Path, date: str) -> None:
 
 
 def _what(date: str) -> str:
-    """What is shown, so that nobody takes it for a comparison of selection rules."""
+    """A caption that says that this is not a comparison of selection rules."""
     return f"configurations of {month(date)}, dense layers unequal"
 
 
 def score_grid(own: Sequence[Cell]) -> charts.Grid:
-    """Scores of one task; NaN where nothing was measured. Full attention is in every column."""
+    """Scores of one task; NaN where unmeasured. Full attention is in every column."""
     table, heads, rows = TaskCells(own), columns(own), methods(own)
     values = np.full((len(rows), len(heads)), np.nan)
     for row, name in enumerate(rows):
@@ -127,7 +127,7 @@ def score_grid(own: Sequence[Cell]) -> charts.Grid:
 
 
 def _maps(lines: Sequence[Line], path: Path, date: str) -> None:
-    """A panel for each failing cell of the first task and length that has any."""
+    """A panel per failing cell of the first task and length that has any."""
     tasks = list(ASKED)
     place = min((tasks.index(line["task"]), line["length"]) for line in lines)
     shown = [line for line in lines if (tasks.index(line["task"]), line["length"]) == place]
@@ -157,7 +157,7 @@ def _figure(
     date: str,
     extra: float = 0.5,
 ) -> None:
-    """A PNG of so many panels, at most `most` side by side; sizes in inches."""
+    """A PNG of several panels, at most `most` per row; sizes in inches."""
     across = min(most, count)
     down = math.ceil(count / across)
     size = (panel[0] * across, panel[1] * down + extra)

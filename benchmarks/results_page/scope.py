@@ -1,4 +1,4 @@
-"""What docs/results.md opens with: what the bundled model can tell about a policy, and what not."""
+"""The opening of docs/results.md: what the bundled model can and cannot show about a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.plot_style import NOTHING
 
 _PAGE_SIZE = EngineConfig().page_size
-#: Policies that select nothing, and those that read whole pages.
+#: Policies that do not select, and those that read whole pages.
 _UNSELECTIVE, _BY_PAGE = ("sliding_window", "streaming_llm"), ("delta", "quest")
 _HEADS = (
     "task",
@@ -28,7 +28,7 @@ _HEADS = (
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """Paragraphs and the table of dense layers; nothing without lines of that measurement."""
+    """Paragraphs and the table of dense layers; empty without lines of that measurement."""
     if not lines:
         return []
     order = list(ASKED)
@@ -53,7 +53,7 @@ def section(lines: Sequence[Line]) -> list[str]:
 
 
 def _points() -> list[str]:
-    """What follows for the reader, as a list."""
+    """The conclusions for the reader, as a list."""
     return [
         "It can show:",
         "",
@@ -76,7 +76,7 @@ def _points() -> list[str]:
 
 
 def configurations(found: Sequence[Cell], budget: int, length: int) -> str:
-    """A table of the dense layers and the other settings of each policy at one budget and length.
+    """A table of each policy's dense layers and other settings at one budget and length.
 
     found: cells of the grid.
     """
@@ -108,7 +108,7 @@ def _row(cell: Cell) -> list[str]:
 
 
 def _newest(cell: Cell) -> int:
-    """Newest tokens of the budget that are read whatever their score; pages as if full."""
+    """Newest tokens of the budget that are always read; pages count as full."""
     settings = cell.settings
     if cell.policy in _UNSELECTIVE:
         return (cell.budget or 0) - int(settings.get("sink_size") or 0)
@@ -123,7 +123,7 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _others(settings: Mapping[str, Any]) -> str:
-    """What a policy was set to besides its budget and its layers."""
+    """A policy's settings except its budget and layers."""
     layers = {name for name, value in settings.items() if isinstance(value, list | tuple)}
     told = [
         f"`{name}` {value}"
@@ -144,7 +144,7 @@ def _about(lines: Sequence[Line]) -> str:
 
 
 def _numbers(values: set[int]) -> str:
-    """One number, or the least and the largest."""
+    """One number, or the smallest and the largest."""
     return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
 
 

@@ -1,4 +1,4 @@
-"""How docs/results.md writes paragraphs, tables and numbers of the evaluation."""
+"""Formats the paragraphs, tables and numbers of the evaluation in docs/results.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH = 100
 
 
 def paragraph(text: str) -> str:
-    """The words in lines of at most 100 characters."""
+    """The words wrapped to lines of at most 100 characters."""
     return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -24,12 +24,12 @@ def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def image(name: str | None, text: str) -> list[str]:
-    """A picture beside the page; nothing where there is none."""
+    """A Markdown image; empty if there is none."""
     return [] if name is None else [f"![{text}](images/{name})"]
 
 
 def percent(value: float | None, unit: str = "") -> str:
-    """With three digits: 100, 99.5."""
+    """Formats a percentage with three digits: 100, 99.5."""
     return NOTHING if value is None else f"{100 * value:.3g}{unit}"
 
 
@@ -39,12 +39,12 @@ def kib(value: float | None) -> str:
 
 
 def ratio(cell: Cell, full: Cell | None) -> float | None:
-    """Words written by those under full attention."""
+    """Words written, relative to full attention."""
     if full is None or not cell.tokens_generated or not full.tokens_generated:
         return None
     return cell.tokens_generated / full.tokens_generated
 
 
 def month(date: str) -> str:
-    """Of a line's date: November 2026."""
+    """The month of a line's date: November 2026."""
     return datetime.fromisoformat(date).strftime("%B %Y")

@@ -1,8 +1,8 @@
-"""What docs/results.md says of settings that one method alone has, beside the same controls.
+"""The sections of docs/results.md on settings that only one method has, with the same controls.
 
 DELTA's window by budget (table 1 of its paper), SpeContext's list per head against one list for all
-(figure 5a) and layers that move as texts grow against all of them offloaded (figure 11, C3), and
-how long answers get (DELTA, figure 4, left).
+heads (figure 5a), offloading layers as sequences grow against offloading all (figure 11, C3), and
+lengths of answers (DELTA, figure 4, left).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keyhole.eval.report.plot_style import NOTHING
 
 
 def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
-    """Those of which there are lines; pictures: by name."""
+    """The sections that have lines; pictures: by name."""
     parts = []
     if own := lines.get("recency"):
         parts += [
@@ -83,7 +83,7 @@ def _by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> 
 
 
 def _recency(lines: Sequence[Line]) -> str:
-    """A row for each number of newest pages, a column for each budget, controls below."""
+    """A row per number of newest pages, a column per budget, controls last."""
     found = dict(zip(map(id, lines), compared(lines), strict=True))
     own = [line for line in lines if line.get(CONTROL) is None and line["policy"] != FULL]
     budgets = sorted({line["budget"] for line in own})
@@ -111,7 +111,7 @@ def _recency(lines: Sequence[Line]) -> str:
 
 
 def _lists(lines: Sequence[Line]) -> str:
-    """A row for each budget: both forms, and the difference on the same samples."""
+    """A row per budget: both forms, and the difference on the same samples."""
     found = dict(zip(map(id, lines), compared(lines), strict=True))
     own = [line for line in lines if line.get(CONTROL) is None and line["policy"] != FULL]
     rows = []
@@ -135,7 +135,7 @@ def _lists(lines: Sequence[Line]) -> str:
 
 
 def _adaptive(line: Line) -> list[str]:
-    """A row for each quarter of the answers."""
+    """A row per quarter of the answers."""
     adaptive, offloaded = (list(line["parts"][0]["moved_bytes"])[i] for i in range(2))
     rows = [
         [
@@ -174,7 +174,7 @@ def _control(found: Comparison | None, name: str) -> str:
 
 
 def _share(line: Line | None) -> str:
-    """Right answers with Wilson's interval."""
+    """Right answers with a Wilson interval."""
     if line is None:
         return NOTHING
     low, high = wilson(sum(score == 1 for score in line["scores"]), len(line["scores"]))

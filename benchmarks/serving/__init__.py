@@ -1,1 +1,1 @@
-"""`keyhole serve` measured and worn: what HTTP costs (overhead), and many requests (soak)."""
+"""Measures `keyhole serve`: the cost of HTTP (overhead), many requests (soak), Ray replicas."""

@@ -1,13 +1,13 @@
-"""What HTTP costs: `keyhole serve` beside `LLM.generate`, on the bundled model or a shape.
+"""The cost of HTTP: `keyhole serve` compared with `LLM.generate`, on the bundled model or a shape.
 
     python -m benchmarks.serving.overhead --output benchmarks/results/serve.jsonl
     python -m benchmarks.serving.overhead --shape llama-3.2-1b --prompt 8 --answer 32 --rounds 3
 
-Engine and server take turns: a batch by `LLM.generate`, then as many streams over HTTP, with the
-same lengths; then single first tokens by both; and last 512 streams at once. Client and server
-share the machine's cores. A round is a pair of measurements, and what counts is the median of their
-ratios. Where other programs use the cores, that says little; the time of the processor that each
-process uses for a token says more.
+Engine and server are interleaved: a batch by `LLM.generate`, then as many streams over HTTP, with
+the same lengths; then single first tokens by both; finally 512 concurrent streams. Client and
+server share the machine's cores. A round is a pair of measurements; the result is the median of
+their ratios. If other programs use the cores, the ratio says little, and the CPU time per token of
+each process says more.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from keyhole.eval.line_file import LineFile
 
 _BATCHES = (8, 32)
 _HELD = 512
-#: Of each KV cache: both engines are in memory.
+#: Memory of each KV cache: both engines are in memory.
 _MEMORY = "1GiB"
-#: Share of the engine's tokens per second, and milliseconds that a first token may come later.
+#: Targets: share of the engine's tokens per second, and added milliseconds to the first token.
 _SHARE, _LATER_MS = 0.95, 5.0
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         line |= {"model": arguments.shape or "tiny", "settings": vars(arguments)}
         line["results"] = [_batch(llm, address, server, n, arguments) for n in _BATCHES]
         line["results"].append(_first_token(llm, address, arguments))
-        if arguments.shape is None:  # hours for a large model, which changes nothing in the server
+        if arguments.shape is None:  # takes hours with a large model and tests the same server
             line["results"].append(_held(address, arguments))
     line["bars"] = _bars(line["results"])
     for bar in line["bars"]:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def save_random(shape: str, folder: Path) -> None:
-    """A checkpoint of a shape: random weights in bfloat16, and the bundled model's tokenizer."""
+    """A checkpoint of a shape: random weights in bfloat16 and the bundled model's tokenizer."""
     fields = {"model_type": "llama"} | SHAPES[shape]
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
     network.save_pretrained(folder)
@@ -107,7 +107,7 @@ def serving(model: str) -> Iterator[tuple[str, int]]:
                 break
         else:
             raise SystemExit("the server did not start")
-        # Its log is read, so that it never waits for a reader.
+        # The log is read so that the server never blocks on a full pipe.
         reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         try:
             yield found[1], server.pid
@@ -147,12 +147,15 @@ def _batch(
     engine, http = [], []
     used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
     tokens = count * arguments.answer
-    for seed in range(arguments.rounds + 1):  # the first one warms up
+
+    def generated(seed: int) -> None:
         prompts = _prompts(llm, count, arguments.prompt, seed)
         begin, before = time.perf_counter(), time.process_time()
         llm.generate(prompts, _params(arguments.answer))
         engine.append(tokens / (time.perf_counter() - begin))
         used["generate"].append((time.process_time() - before) / tokens)
+
+    def served(seed: int) -> None:
         mine, theirs = time.process_time(), _cpu_seconds(server)
         http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
         used["client"].append((time.process_time() - mine) / tokens)
@@ -160,6 +163,11 @@ def _batch(
             ("server", "server_http"), _cpu_seconds(server), theirs, strict=False
         ):
             used[name].append((now - then) / tokens)
+
+    for seed in range(arguments.rounds + 1):  # the first one warms up
+        turns = [generated, served]
+        for turn in turns[:: -1 if seed % 2 else 1]:  # so that drift favours neither
+            turn(seed)
         print(f"{count}: engine {engine[-1]:.0f} tokens/s, http {http[-1]:.0f}", file=sys.stderr)
     ratios = [b / a for a, b in zip(engine[1:], http[1:], strict=True)]
     cpu = {f"{name}_us": 1e6 * statistics.median(found[1:]) for name, found in used.items()}
@@ -175,7 +183,7 @@ def _batch(
 
 
 def _cpu_seconds(server: int) -> list[float]:
-    """What the server's process, and the one that answers HTTP, have used so far."""
+    """CPU seconds used so far by the server's process and by the one that answers HTTP."""
     found = []
     for process in (server, *children(server)):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -184,7 +192,7 @@ def _cpu_seconds(server: int) -> list[float]:
 
 
 def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds until the first token of a request alone."""
+    """Milliseconds to the first token of a single request."""
     engine, http = [], []
     for seed in range(arguments.first_tokens + 1):
         (prompt,) = _prompts(llm, 1, arguments.prompt, seed)
@@ -204,7 +212,7 @@ def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[
 
 
 def _held(address: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Many streams at once, of which none may be dropped."""
+    """Runs many concurrent streams, of which none may be dropped."""
     found = _load(address, _HELD, arguments, answer_length="16")
     return {"kind": "held", "connections": _HELD, **found}
 

@@ -1,11 +1,11 @@
-"""What Ray costs, and what a second replica brings: `keyhole serve` beside two replicas.
+"""The cost of Ray and the gain of a second replica: `keyhole serve` compared with two replicas.
 
     make test-ray ARGS=--collect-only  # sets up .venv-ray
     .venv-ray/bin/python -m benchmarks.serving.ray_replicas --output benchmarks/results/ray.jsonl
 
-A server and two replicas of one thread each run the same random model and take turns: single
-first tokens, then rounds of streams. Client, server and replicas share the cores; what counts is
-the median of the rounds' ratios.
+A server and two replicas, with one thread each, run the same random model and are interleaved:
+single first tokens, then rounds of streams. Client, server and replicas share the cores; the
+result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# Ray gives way to other programs (nice 15); here it takes turns with one that does not.
+# Ray lowers its priority (nice 15); here it is compared with a program that does not.
 os.environ |= {"RAY_worker_niceness": "0"}
 
 import ray
@@ -104,7 +104,7 @@ def serving(model: str) -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         found = next(filter(None, (re.search(r" at (http://\S+)/v1", x) for x in server.stderr)))
-        # Its log is read, so that it never waits for a reader.
+        # The log is read so that the server never blocks on a full pipe.
         reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         try:
             yield found[1]
@@ -147,7 +147,7 @@ def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) 
 
 
 def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds until the first token of a request alone."""
+    """Milliseconds to the first token of a single request."""
     server, cluster = [], []
     for seed in range(arguments.first_tokens + 3):
         for address, found in ((alone, server), (both, cluster)):
@@ -163,7 +163,7 @@ def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[s
 
 
 def _throughput(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of streams, as many at once as two replicas run."""
+    """Tokens per second of as many concurrent streams as two replicas run."""
     server, cluster = [], []
     for seed in range(arguments.rounds + 1):  # the first one warms up
         for address, found in ((alone, server), (both, cluster)):

@@ -1,13 +1,13 @@
-"""Many requests of mixed kinds against a server, which must be as it was afterwards.
+"""Many requests of mixed kinds to a server, which must return to its initial state.
 
-    make soak                     # 100,000 requests; run it again to go on where it stopped
+    make soak                     # 100,000 requests; run it again to resume where it stopped
     python -m benchmarks.serving.soak --requests 1000
 
-Good completions and chats, whole and streamed, questions over documents, documents stored, read and
-removed, searches, and requests that are wrong in many ways; a third of the clients leave at a
-random moment, some read slowly. After each thousand the server must hold no page and no request,
-and its open files and resident memory are noted. At the end files must be as many as after the
-first tenth, and memory within 10 % of it.
+Requests are completions and chats, whole and streamed, questions over documents, storing, reading
+and removing documents, searches, and many kinds of invalid requests; a third of the clients
+disconnect at a random moment, some read slowly. After each thousand the server must hold no page
+and no request, and its open files and resident memory are recorded. At the end it must have as many
+files as after the first tenth, and memory within 10 % of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,27 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import aiohttp
 
 _PART = 1000
-#: Clients at a time.
+#: Concurrent clients.
 _CLIENTS = 24
-#: Growth of resident memory after the first tenth that is noise of the allocator.
+#: Growth of resident memory after the first tenth that counts as noise of the allocator.
 _GROWTH = 1.10
 _WORDS = "the blue box is behind the red lamp and nobody has seen it since noon".split()
 _DOCUMENTS = 6
-#: Statuses of an answer to a request that is wrong.
+#: Statuses of an answer to an invalid request.
 _REFUSED = {400, 404, 405, 411, 413, 415, 422}
 
 
 def main() -> None:
-    """Runs or goes on; exits with 1 if something is not as it was."""
+    """Runs or resumes; exits with 1 if the server does not return to its initial state."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--state", help="JSON file to go on from and to keep what was noted in")
-    parser.add_argument("--documents", help="folder of the documents; default: beside the state")
+    parser.add_argument("--state", help="JSON file with the state, to resume from")
+    parser.add_argument("--documents", help="folder of the documents; default: next to the state")
     arguments = parser.parse_args()
     state = Path(arguments.state) if arguments.state else None
     kept = json.loads(state.read_text()) if state and state.is_file() else {"notes": []}
     notes: list[dict[str, Any]] = kept["notes"]
-    # A new process: its memory begins anew, so earlier parts count as done and no more.
+    # A new process has new memory, so earlier parts count only as done.
     begun = len(notes)
     with serving(arguments.documents) as (address, process):
         while len(notes) * _PART < arguments.requests:
@@ -71,8 +71,8 @@ def main() -> None:
 @contextmanager
 def serving(documents: str | None) -> Iterator[tuple[str, int]]:
     """The address and the process id of `keyhole serve` on the bundled model."""
-    flags = ["--port", "0", "--max-batch", "8", "--memory", "64MiB", "--max-body", "1000000"]
-    # Some of the wrong requests ask for as much as there can be.
+    flags = ["--port", "0", "--max-batch", "16", "--memory", "64MiB", "--max-body", "1000000"]
+    # Some of the invalid requests ask for as much as possible.
     flags += ["--max-queue", "64", "--max-length", "512"]
     flags += ["--documents", documents] if documents else []
     command = [sys.executable, "-m", "keyhole", "serve", *flags]
@@ -90,7 +90,7 @@ def serving(documents: str | None) -> Iterator[tuple[str, int]]:
 
 
 def grown(notes: list[dict[str, Any]]) -> list[str]:
-    """What grew after the first tenth; nothing is said of fewer than three parts."""
+    """What has grown since the first tenth; empty with fewer than three parts."""
     if len(notes) < 3:
         return []
     first, last = notes[max(1, len(notes) // 10)], notes[-1]
@@ -103,7 +103,7 @@ def grown(notes: list[dict[str, Any]]) -> list[str]:
 
 
 async def part(address: str, process: int, count: int, seed: int) -> dict[str, Any]:
-    """Sends `count` requests, waits until the server is idle, and notes how it is."""
+    """Sends `count` requests, waits until the server is idle, and records its state."""
     answers: Counter[str] = Counter()
     faults: list[str] = []
     limit = asyncio.Semaphore(_CLIENTS)
@@ -125,17 +125,17 @@ async def part(address: str, process: int, count: int, seed: int) -> dict[str, A
 
 
 async def request(session: Any, draw: random.Random) -> tuple[str, str]:
-    """A request of a random kind; its kind, and what is wrong with its answer, if anything."""
+    """Sends a request of a random kind; returns the kind and the fault of its answer, if any."""
     kind = draw.choices([*_KINDS], [weight for weight, _ in _KINDS.values()])[0]
     method, path, sent, good = _KINDS[kind][1](draw)
     leaves, slow = draw.random() < 1 / 3, draw.random() < 0.05
     try:
-        async with asyncio.timeout(draw.uniform(0.001, 0.3) if leaves else None):
+        async with asyncio.timeout(draw.uniform(0.001, 0.2) if leaves else None):
             async with session.request(method, path, **sent) as answer:
                 async for _ in answer.content.iter_any():
                     if slow:
                         await asyncio.sleep(0.05)
-                # 429: more than may wait; 507 and others of the server's own are faults.
+                # 429: the queue is full; 507 and other server errors are faults.
                 if answer.status not in good | {429}:
                     return kind, f"{kind}: status {answer.status}"
     except TimeoutError:
@@ -153,7 +153,7 @@ def _text(draw: random.Random, most: int = 60) -> str:
 def _completion(draw: random.Random) -> Any:
     body = {
         "prompt": _text(draw),
-        "max_tokens": draw.randint(1, 24),
+        "max_tokens": draw.randint(1, 12),
         "stream": draw.random() < 0.5,
         "n": draw.choice([1, 1, 1, 2]),
         "temperature": draw.choice([0, 1]),
@@ -180,7 +180,7 @@ def _document(draw: random.Random) -> Any:
     kind = draw.random()
     if kind < 0.4:
         # 409: another client removed it while it was encoded.
-        return "PUT", path, {"data": _text(draw, 200).encode()}, {201, 409}
+        return "PUT", path, {"data": _text(draw, 60).encode()}, {201, 409}
     if kind < 0.6:
         return "DELETE", path, {}, {200, 404}
     return "GET", draw.choice([path, "/v1/documents", "/v1/documents?query=lamp"]), {}, {200, 404}
@@ -192,7 +192,7 @@ def _wrong(draw: random.Random) -> Any:
     field = draw.choice("max_tokens n temperature top_p top_k seed stop logprobs".split())
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
     body[field] = draw.choice(values)
-    # Some of them are right after all.
+    # Some of them happen to be valid.
     return "POST", path, {"json": body}, _REFUSED | {200}
 
 
@@ -208,7 +208,7 @@ def _large(_: random.Random) -> Any:
     return "POST", "/v1/completions", {"data": body, "headers": headers}, {413}
 
 
-#: Weight, and what makes a request: method, path, what is sent, statuses that are right.
+#: Weight, and a function that makes a request: method, path, content, expected statuses.
 _KINDS: dict[str, tuple[float, Any]] = {
     "completion": (50, _completion),
     "chat": (20, _chat),
@@ -220,7 +220,7 @@ _KINDS: dict[str, tuple[float, Any]] = {
 
 
 async def idle(session: Any) -> list[str]:
-    """Waits until nothing runs; what is held all the same."""
+    """Waits until nothing runs; returns what the server still holds."""
     held = {}
     for _ in range(600):
         async with session.get("/metrics") as answer:
@@ -229,7 +229,7 @@ async def idle(session: Any) -> list[str]:
         held = {
             "running": float(found["keyhole_completions_running"]),
             "waiting": float(found["keyhole_requests_waiting"]),
-            # Those of known prompts stay until others need them.
+            # Pages of the prefix cache stay until requests need them.
             "pages": float(found["keyhole_pages"])
             - float(found["keyhole_pages_free"])
             - float(found["keyhole_pages_known"]),
@@ -256,8 +256,11 @@ def usage(process: int) -> dict[str, Any]:
 
 def children(process: int) -> list[int]:
     """The processes that a process has started."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 if __name__ == "__main__":

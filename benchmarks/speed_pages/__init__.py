@@ -1,15 +1,14 @@
-"""Writes what the stored lines say into the documents: `python -m benchmarks.speed_pages`.
+"""Writes the stored lines into the documents: `python -m benchmarks.speed_pages`.
 
-    README.md          a table for each device, between two comments
+    README.md          a table per device, between two comments
     docs/results.md    step times, memory, kernels, offloaded layers, the papers' headline
-                       settings; right answers, which `python -m benchmarks.evaluation` writes, stay
-                       as they are
-    docs/images/       step time against context, a picture for each of these tables; what repeats
+                       settings; right answers, which `python -m benchmarks.evaluation` writes, are
+                       left unchanged
+    docs/images/       a figure of step time against context per table, and one of repeat rates
 
-A decode line counts if it is the last one of its device and batch, a kernel line if it is the last
-of its device, a line of offloading if it is the last, one of a headline setting if it is the last
-of its setting, on a GPU. Nothing is written that no line tells; a
-test compares the pages with the lines.
+The newest line counts: for decoding per device and batch, for kernels per device, for headline
+settings per setting on a GPU, and for offloading the newest of all. Nothing is written without a
+line; a test compares the pages with the lines.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EVALUATION = (
     "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
     "<!-- end of evaluation -->\n",
 )
-#: Absolute, so that the page of the package shows the README's pictures too.
+#: Absolute, so that the package index shows the README's images too.
 _IMAGES = "https://raw.githubusercontent.com/keyhole-llm/keyhole/main/docs/images/"
 _WRITTEN_BY = "<!-- Written by `python -m benchmarks.speed_pages`; measure again instead. -->"
 
@@ -38,23 +37,23 @@ Line = dict[str, Any]
 
 
 def stored(benchmark: str) -> list[Line]:
-    """All lines of a benchmark's results, the oldest first."""
+    """All lines of a benchmark's results, oldest first."""
     file = results() / f"{benchmark}.jsonl"
     return [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
 
 
 def latest(lines: Sequence[Line], key: Callable[[Line], Hashable]) -> list[Line]:
-    """The last line of each kind."""
+    """The newest line of each kind."""
     return list({key(line): line for line in lines}.values())
 
 
 def pictures(lines: Sequence[Line]) -> dict[str, Line]:
-    """Name of each picture in docs/images/, and the line that it shows."""
+    """Figure in docs/images/ -> the line that it shows."""
     return {_picture(line): line for line in latest(lines, _device_and_batch)}
 
 
 def render(lines: Sequence[Line]) -> str:
-    """For the README: table and picture of a CPU, of the smallest batch; the page has the rest."""
+    """The README's table and figure, for the smallest batch on a CPU; the page has the rest."""
     last = latest([line for line in lines if _device(line) == "a CPU"], _device_and_batch)
     if not last:
         return ""
@@ -63,7 +62,7 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def inserted(text: str, tables: str) -> str:
-    """The text with the tables between the two comments."""
+    """The text with the tables inserted between the two comments."""
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
     return head + BEGIN + tables + END + tail
@@ -84,7 +83,7 @@ def page(
 ) -> str:
     """docs/results.md; evaluation: the part of it that another program writes.
 
-    headlines: None leaves that part out; without a line it names what is unmeasured.
+    headlines: None leaves that part out; settings without a line are listed as unmeasured.
     """
     parts = [
         f"{_WRITTEN_BY}\n\n# Results",
@@ -115,7 +114,7 @@ def page(
 
 
 def main() -> None:
-    """Rewrites pages and pictures of the checkout."""
+    """Rewrites the pages and figures of the checkout."""
     decode, offload = stored("decode"), stored("offload")
     readme, docs = ROOT / "README.md", ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.speed_pages` writes the tables and pictures of docs/ again."""
+"""`python -m benchmarks.speed_pages` rewrites the tables and figures of docs/."""
 
 from benchmarks.speed_pages import main
 

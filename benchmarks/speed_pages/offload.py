@@ -1,4 +1,4 @@
-"""What docs/results.md says of loading from offloaded layers, and its picture. Needs matplotlib."""
+"""The section on offloaded layers in docs/results.md, and its figure. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAPER = 0.8
 
 
 def section(line: Line) -> list[str]:
-    """Paragraphs, the picture, and a table for what is moved and one for times."""
+    """Paragraphs, the figure, a table of moved bytes and one of times."""
     below = {r["policy"]: r["offloaded_layers"] for r in line["results"] if r["system"] == ELASTIC}
     where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
     return [
@@ -53,7 +53,7 @@ def section(line: Line) -> list[str]:
 
 
 def curve(line: Line, path: Path) -> None:
-    """Writes a PNG: repeat rate and moved share against budget; its description is the date."""
+    """Writes a PNG of repeat rate and moved share against budget; its description is the date."""
     policies = list(dict.fromkeys(result["policy"] for result in line["results"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     with picture(path, date=line["date"], figsize=(7.2, 3.2), layout="constrained") as figure:
@@ -87,7 +87,7 @@ def curve(line: Line, path: Path) -> None:
 
 
 def _large(line: Line) -> list[str]:
-    """The table of the large model; nothing for a line without."""
+    """The table of the large model; empty for a line without it."""
     if not line.get("large"):
         return []
     settings, first = line["settings"], line["large"][0]
@@ -118,7 +118,7 @@ def _large_cells(result: dict[str, Any]) -> list[str]:
 
 
 def _pairs(line: Line) -> list[dict[str, dict[str, Any]]]:
-    """For each policy and budget the results of all systems."""
+    """The results of all systems, by policy and budget."""
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for result in line["results"]:
         found.setdefault((result["policy"], result["budget"]), {})[result["system"]] = result

@@ -1,4 +1,4 @@
-"""A picture of step time against context, from a stored line. Needs matplotlib."""
+"""A figure of step time against context, from a stored line. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from benchmarks.llama_cpp.system import SYSTEMS
 from keyhole.bench.settings import BASELINES, MORE_BASELINES
 from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, picture
 
-# Ours in colour, with full attention dark; others grey and dashed, told apart by their marks.
+# Ours in colour, with full attention dark; others grey and dashed, distinguished by their markers.
 _MARKS = "osD^vPX*"
 _OTHERS = (*BASELINES, *SYSTEMS, *MORE_BASELINES)
 
 
 def step_times(line: dict[str, Any], path: Path) -> None:
-    """Writes a PNG whose description is the line's date, so that it can be told from older ones."""
+    """Writes a PNG whose description is the line's date, which identifies outdated figures."""
     settings, machine = line["settings"], line["machine"]
     found: dict[str, list[tuple[int, float]]] = {}
     for result in line["results"]:

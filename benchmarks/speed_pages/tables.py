@@ -1,4 +1,4 @@
-"""Stored lines as Markdown tables; lines of older versions, which said less, are understood too."""
+"""Stored lines as Markdown tables; accepts lines of older versions, which have fewer fields."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from keyhole.bench.settings import BASELINES
 
 Line = dict[str, Any]
 _PEER = next(iter(BASELINES))
-# What is said in words, or is of no use to someone who runs the command again.
+# Flags that the text states, or that are irrelevant to a rerun.
 _UNSAID = ("--note", "--output")
 _OUTSIDE_TEXT = "\n(llama.cpp: of its own process, weights and cache)"
 
 
 def ratios(line: Line) -> str:
-    """Times relative to the peer, and the share of keys that was read."""
+    """Times relative to the peer, and the share of keys read."""
     names = [name for name in _systems(line) if name != _PEER]
     return _by_context(line, names, _ratio)
 
 
 def times(line: Line) -> str:
-    """Times of all systems, and the share of the bandwidth that they used."""
+    """Times of all systems, and the share of the bandwidth they used."""
     return _by_context(
         line, _systems(line), lambda r: f"{r['step_ms']:.0f} ({r['bandwidth_share']:.0%})"
     )
 
 
 def memory(line: Line) -> list[str]:
-    """Peaks relative to what is stated; nothing for a line that has none."""
+    """Peak memory relative to the prediction; empty for a line without peaks."""
     if not all("peak_bytes" in result for result in line["results"]):
         return []
     return [
@@ -42,12 +42,12 @@ def memory(line: Line) -> list[str]:
     ]
 
 
-#: Operations by the names that older lines have.
+#: Names of operations in older lines -> current names.
 _RENAMED = {"top_indices": "top_k", "attend_rebuilt": "attend_low_rank"}
 
 
 def kernels(line: Line) -> list[str]:
-    """A row for each operation, times of all paths and peers; then what was to be reached."""
+    """A row per operation with the times of all paths and peers; then the targets."""
     results = line["results"]
     cases = list(dict.fromkeys((r["op"], r["about"]) for r in results))
     paths = line["settings"]["paths"]
@@ -67,7 +67,7 @@ def kernels(line: Line) -> list[str]:
 
 
 def bars(line: Line) -> str:
-    """A row for everything that was to be reached; empty where there was nothing."""
+    """A row per target; empty without targets."""
     return "\n".join(
         f"- {bar['bar']}: {bar['value']:.2f}, target {bar['wanted']}"
         f"{'' if bar['met'] else ' (missed)'}"
@@ -76,7 +76,7 @@ def bars(line: Line) -> str:
 
 
 def about(line: Line) -> str:
-    """How, where and when it was measured."""
+    """Command, machine and date of the measurement."""
     settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
     batch = "" if settings["batch"] == 1 else f", batch {settings['batch']}"
     device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
@@ -93,7 +93,7 @@ def about(line: Line) -> str:
 
 
 def command(line: Line) -> list[str]:
-    """The words of the command, for someone who runs it again."""
+    """The arguments of the command, for a rerun."""
     words = shlex.split(line["command"])
     for flag in _UNSAID:
         while flag in words:
@@ -112,7 +112,7 @@ def _systems(line: Line) -> list[str]:
 
 
 def _by_context(line: Line, names: Sequence[str], cell: Callable[[Any], str]) -> str:
-    """A row for each context, a column for each system; empty where nothing was measured."""
+    """A row per context, a column per system; empty where unmeasured."""
     found = {(r["context"], r["system"]): r for r in line["results"]}
     contexts = list(dict.fromkeys(r["context"] for r in line["results"]))
     rows = [

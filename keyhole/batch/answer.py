@@ -95,7 +95,7 @@ async def _post(app: FastAPI, path: str, body: Any, identity: str) -> tuple[int,
             return begun.pop()
         # What comes after the body is that the client leaves, which it does not.
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
     async def send(message: MutableMapping[str, Any]) -> None:
         nonlocal status

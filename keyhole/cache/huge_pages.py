@@ -53,9 +53,9 @@ def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
 
 
 def _advised(tensor: Tensor) -> Tensor:
-    """The tensor, with huge pages for all that lies in it as a whole.
+    """The tensor, with huge pages requested where they lie completely inside it.
 
-    Not for what is only reserved: the first write beyond the tensor's end would hold 2 MiB.
+    Not for reserved memory: the first write beyond the tensor's end would take 2 MiB.
     """
     if is_lazy(tensor):
         begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
@@ -79,7 +79,7 @@ def _reserved(like: Tensor, most: int, *row: int) -> Tensor | None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
-    except (OSError, OverflowError):  # more than there are addresses
+    except (OSError, OverflowError):  # exceeds the address space
         return None
     return torch.frombuffer(memory, dtype=like.dtype).view(most, *row)
 

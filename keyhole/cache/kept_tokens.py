@@ -1,8 +1,7 @@
-"""Sequences that lack some of their tokens: page lists with gaps, and what each layer kept.
+"""Sequences that lack some of their tokens: page lists with gaps, and each layer's kept tokens.
 
-Page lists of sequences that do not hold all their pages: prompts with gaps, evicted pages.
-
-The tokens that each layer kept of prompts whose layers dropped some (stored documents).
+A page list has gaps where pages were evicted, or where no layer keeps a token of the page. Each
+layer may drop other tokens of a prompt with stored documents; a table records those it kept.
 
 Tokens keep their positions, so that the rest of the engine is unaffected: a dropped token is a slot
 in a page that the layer does not read, and pages that no layer reads are not allocated. Every layer

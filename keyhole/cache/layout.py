@@ -47,17 +47,17 @@ class Geometry:
     num_query_heads: int
     page_size: int
     itemsize: int  # bytes of one cached number
-    calibration: Path | None = None  # DELTA layers measured for this model, beside its weights
-    stability: Path | None = None  # and SamKV's stable layers
+    calibration: Path | None = None  # file of DELTA's layers measured for this model, if any
+    stability: Path | None = None  # file of SamKV's stable layers, if any
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
         return len(self.layers)
 
     @property
     def full_attention(self) -> tuple[int, ...]:
-        """Layers without a window of their own: the only ones that a policy selects for."""
+        """Layers without a sliding window: the only ones that a policy selects for."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.window is None)
 
     @property

@@ -180,7 +180,7 @@ class Catalogue:
             return None
         if source.name != name:
             return None
-        # Without a stamp the next start reads it again, and sees how long a long one is.
+        # Without a stamp, the next start reads the file again and learns its full size.
         self.index.replace_document(before, source, len(head))
         if before is None or before.digest != source.digest:
             self.index.put_records(self.records_of(source.digest))
@@ -227,7 +227,7 @@ class Catalogue:
     def evict(self, limit_bytes: int, keep: Collection[str]) -> None:
         """Deletes the least recently used records until the limit holds, or none is left.
 
-        Not those in `keep`, pinned ones, and ones in use. Sources stay.
+        Skips those in `keep`, pinned ones and ones in use. Sources stay.
         """
         excess = self.index.total_bytes() - limit_bytes
         for record, size in self._free_records(keep) if excess > 0 else ():

@@ -1,6 +1,6 @@
-"""Which stored documents mean what a query means: a `Retriever` by sentence embeddings.
+"""Searches stored documents by meaning: a `Retriever` with sentence embeddings.
 
-A transformers encoder in a folder, such as one of sentence-transformers, makes a vector of each
+A transformers encoder in a folder, such as one of sentence-transformers, computes a vector per
 passage of a text: the mean of its last hidden states. sqlite-vec compares vectors by their cosine.
 Needs the extra `keyhole[embeddings]`.
 """
@@ -36,7 +36,7 @@ _BATCH = 16
 #: Tokens that a passage shares with the one before it, so that no sentence is cut in both.
 _OVERLAP = 32
 _SNIPPET = 200
-#: Positions that relatives of BERT leave unused before a text, and room for special tokens around
+#: Positions that BERT-like models leave unused before a text, and space for special tokens around
 #: it and for a word that is cut, whose parts may be more tokens.
 _UNUSED, _ROOM = 2, 4
 _SCHEMA = """
@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS passages (name TEXT, digest TEXT, text TEXT, vector B
 CREATE INDEX IF NOT EXISTS names ON passages (name, digest);
 PRAGMA secure_delete = ON;
 """
-# The passage of a group is that of the minimum: SQLite's rule for columns beside min().
+# With min(), SQLite takes the other columns from the row of the minimum: the best passage.
 _SEARCH = """
 SELECT name, 1 - min(vec_distance_cosine(vector, ?)) AS score, text FROM passages
 GROUP BY name ORDER BY score DESC, name LIMIT ?
@@ -54,8 +54,8 @@ GROUP BY name ORDER BY score DESC, name LIMIT ?
 class SentenceEncoder:
     """A model of transformers in a folder, with mean pooling; nothing is downloaded.
 
-    ConfigError for a folder that has none, that pools in another way, or whose weights are pickled.
-    digest: of what is in the folder.
+    ConfigError for a folder without a model, with another pooling, or with pickled weights.
+    digest: of the folder's contents.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -96,7 +96,7 @@ class SentenceEncoder:
         self.digest = _digest(place)
 
     def passages(self, text: str) -> list[str]:
-        """The text in parts that the model takes as a whole; they overlap."""
+        """Overlapping parts of the text that the model takes as a whole."""
         found = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -107,12 +107,12 @@ class SentenceEncoder:
         return [text[part[0][0] : part[-1][1]] for part in parts if part] or [text]
 
     def query(self, text: str) -> np.ndarray:
-        """The vector of a query, float32 [D]; what the model does not take of it is left out."""
+        """The vector of a query, float32 [D]; a query that is too long is truncated."""
         vector: np.ndarray = self._encode([self._query + self.passages(text)[0]])[0]
         return vector
 
     def vectors(self, passages: Sequence[str]) -> np.ndarray:
-        """Of each passage its vector, float32 [n, D]."""
+        """The vector of each passage, float32 [n, D]."""
         texts = [self._passage + passage for passage in passages]
         parts = [texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH)]
         return np.concatenate([self._encode(part) for part in parts])
@@ -131,7 +131,7 @@ class SentenceEncoder:
 class EmbeddingSearch:
     """Documents with a passage near the query's meaning; score: the cosine, from -1 to 1.
 
-    path: the table's file, which can be made again from the texts at any time.
+    path: the table's file, which can be rebuilt from the texts at any time.
     """
 
     def __init__(self, path: Path, encoder: SentenceEncoder) -> None:
@@ -140,7 +140,7 @@ class EmbeddingSearch:
 
     def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
-        # Another encoder makes all passages anew.
+        # Passages of another encoder are computed again.
         wanted = {info.name: f"{info.digest} {self._encoder.digest}" for info in documents}
         with self._table() as table:
             rows = set(table.execute("SELECT DISTINCT name, digest FROM passages"))
@@ -215,7 +215,7 @@ class EmbeddingSearch:
 
 
 def _json(path: Path) -> Any:
-    """What a file says; None without it."""
+    """The JSON of a file; None if it is missing."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -225,7 +225,7 @@ def _json(path: Path) -> Any:
 
 
 def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:
-    """ConfigError for steps of sentence-transformers that are not taken here."""
+    """ConfigError for unsupported modules of sentence-transformers."""
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):

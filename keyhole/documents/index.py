@@ -138,7 +138,7 @@ class Index:
         except sqlite3.OperationalError as error:
             if _code(error) & 0xFF not in _NO_ROOM:
                 raise
-            # A process that is killed meanwhile damages the index, which is then made anew.
+            # If the process is killed meanwhile, the index is damaged and then rebuilt.
             return self._in_transaction(change, "MEMORY")
 
     def _in_transaction(self, change: Callable[[sqlite3.Connection], _T], journal: str) -> _T:
@@ -150,7 +150,7 @@ class Index:
             return result
 
     def _for_each(self, query: str, rows: list[dict[str, Any]]) -> None:
-        """A statement for the values of each row, in one transaction."""
+        """Runs a statement for the values of each row, in one transaction."""
         if rows:
             self._write(lambda connection: connection.executemany(query, rows))
 
@@ -256,7 +256,7 @@ class Index:
         return bool(self._rows(query, digest=digest, name=name))
 
     def total_bytes(self) -> int:
-        """Of all sources and records."""
+        """Bytes of all sources and records."""
         row = self._rows(
             "SELECT (SELECT coalesce(sum(size_bytes), 0) FROM documents) + "
             "(SELECT coalesce(sum(size_bytes), 0) FROM records) AS total"
@@ -299,7 +299,7 @@ class Index:
         return found[0] if found else None
 
     def used(self, file: str) -> None:
-        """Marks the record in `file` as the last used, without a hit."""
+        """Marks the record in `file` as most recently used, without a hit."""
         self._for_each(
             "UPDATE records SET last_used = :now WHERE file = :file",
             [{"now": time.time(), "file": file}],

@@ -1,9 +1,8 @@
 """Reads stored documents without an index and without locks.
 
-For the processes of a server that only read: any number of them may share a store with those that
-write. Files are replaced as a whole, so what is read is always one version. Nothing keeps a record
-from being evicted before it is opened; an open one stays readable where the storage allows it, and
-otherwise reading it raises RecordError.
+For read-only processes of a server: any number of them may share a store with writers. Files are
+replaced atomically, so a read sees one version. A record may be evicted before it is opened; an
+open one stays readable where the storage allows it, and otherwise reading it raises RecordError.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from keyhole.errors import ConfigError, UnknownNameError
 
 
 class _NoLease:
-    """In the place of a lease."""
+    """A lease without a lock."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class DocumentLookup:
@@ -39,7 +38,7 @@ class DocumentLookup:
         self._model = model_of(fingerprint)
 
     def check_model(self) -> None:
-        """ConfigError if all records here are of other models; an empty store is none's."""
+        """ConfigError if all records belong to other models; an empty store is valid."""
         records = self._files("records")
         theirs = [header for name in records if (header := self._header(name)) is not None]
         if not theirs or any(f"-{self._model}." in name for name in records):
@@ -68,9 +67,9 @@ class DocumentLookup:
         return SourceFile.parse(head).digest
 
     def open(self, name: str, digest: str) -> StoredDocument:
-        """The record of a source, for its name in messages; close it afterwards.
+        """Opens the record of a source; close it afterwards. name: for messages.
 
-        RecordError for a record that is damaged, another model's, or not there.
+        RecordError for a record that is damaged, missing, or another model's.
         """
         record = record_file(digest, self._model)
         try:
@@ -102,7 +101,7 @@ class DocumentLookup:
         return StoredDocument(info, header, small, reader, _NoLease())
 
     def _absent(self, name: str, digest: str) -> RecordError:
-        """Why there is no record: another model's are, or none."""
+        """The error for a missing record: other models have one, or none has."""
         for record in self._files("records"):
             if record.startswith(digest) and (theirs := self._header(record)) is not None:
                 error = foreign(theirs, self._fingerprint)
@@ -112,7 +111,7 @@ class DocumentLookup:
         return RecordError("missing", what, "a record", name)
 
     def _header(self, record: str) -> Fingerprint | None:
-        """The fingerprint in a record; None if it is damaged or gone."""
+        """The fingerprint in a record; None if it is damaged or missing."""
         try:
             with closing(self._place.reader(f"records/{record}")) as reader:
                 return read_header(reader).fingerprint

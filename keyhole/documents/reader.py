@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class Held(Protocol):
-    """What keeps a record from being deleted."""
+    """Keeps a record from being deleted."""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Releases the record."""
 
 
 class StoredDocument:

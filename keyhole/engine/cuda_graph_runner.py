@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from keyhole.cache.pages import PageCache
 from keyhole.engine.decode_inputs import DecodeInputs
-from keyhole.engine.sequence import Sequence as Request
 from keyhole.policies.base import Policy, Step
 
 # Decode steps that are recorded once and repeated: CUDA graphs on a GPU.
@@ -135,9 +134,10 @@ class _Shape(NamedTuple):
 class CudaGraphRunner:
     """The captured steps of one runner. replayed: the number of replayed steps.
 
-    make_step: makes a `Step` from inputs on the device. work: runs a step. moves: how often tensors
-    that a step reads or writes have been replaced so far. why_not: why steps are not captured; None
-    while they are.
+    num_slots: sequences that have rows in the policy's state; the row after these is for padding.
+    num_rows: the most tokens of a step. make_step: makes a `Step` from inputs on the device.
+    work: runs a step. moves: how often tensors that a step reads or writes have been replaced so
+    far. why_not: why steps are not captured; None while they are.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class CudaGraphRunner:
         recorder: Recorder,
         cache: PageCache,
         policy: Policy,
-        max_batch: int,
+        num_slots: int,
+        num_rows: int,
         device: torch.device,
         make_step: Callable[[DecodeInputs, Mapping[str, Tensor]], Step],
         work: Callable[[Mapping[str, Tensor], Step], Outputs],
@@ -154,7 +155,8 @@ class CudaGraphRunner:
         self._recorder = recorder
         self._count_moves = moves
         self._policy = policy
-        self._max_batch = max_batch
+        self._num_slots = num_slots
+        self._num_rows = num_rows
         self._device = device
         self._make_step = make_step
         self._work = work
@@ -167,14 +169,17 @@ class CudaGraphRunner:
         self._moves = moves()
         self.replayed = 0
 
-    def run(self, numbers: DecodeInputs, decodes: Sequence[Request]) -> Outputs | None:
-        """Replays the step of these sequences; None: it cannot be captured, and was not run."""
+    def run(self, numbers: DecodeInputs, token_ids: np.ndarray) -> Outputs | None:
+        """Replays the step of these tokens; None: it cannot be captured, and was not run.
+
+        token_ids: int64 [B].
+        """
         if self.why_not is not None:
             return None
         if self._moves != self._count_moves():
             self._forget()
         arrays = numbers.sent | numbers.written
-        arrays["token_ids"] = np.asarray([s.tokens[s.num_computed] for s in decodes], np.int64)
+        arrays["token_ids"] = token_ids
         arrays["positions"] = numbers.position
         inputs, ways = self._shape(arrays)
         step = self._make_step(numbers, inputs.tensors)
@@ -196,7 +201,7 @@ class CudaGraphRunner:
 
     def _shape(self, arrays: Mapping[str, np.ndarray]) -> _Shape:
         """The buffers and graphs for the shape of these arrays; drops the least recently used."""
-        rows = batch_bucket(len(arrays["token_ids"]), self._max_batch)
+        rows = batch_bucket(len(arrays["token_ids"]), self._num_rows)
         widths = {n: width_bucket(x.shape[1]) for n, x in arrays.items() if x.ndim > 1}
         key = (rows, *widths.values())
         shape = self._shapes.pop(key, None)
@@ -212,13 +217,13 @@ class CudaGraphRunner:
         found = self._work(tensors, step)
         rows, width = found.logits.shape
         if self._logits is None:  # allocated in the first run, before capture
-            self._logits = found.logits.new_empty(self._max_batch, width)
+            self._logits = found.logits.new_empty(self._num_rows, width)
         return replace(found, logits=self._logits[:rows].copy_(found.logits))
 
     def _set_aside(self) -> bool:
         """Reserves a page for padding rows; False if there is none."""
         page = self._cache.set_aside()
-        self._padding_row = _padding_row(page or 0, self._cache.page_size, self._max_batch)
+        self._padding_row = _padding_row(page or 0, self._cache.page_size, self._num_slots)
         return page is not None
 
     def _forget(self) -> None:
@@ -246,7 +251,7 @@ def _reason(error: BaseException) -> str:
 
 
 def batch_bucket(count: int, most: int) -> int:
-    """Rows of a graph for `count` sequences, of which at most `most` can run at once."""
+    """Rows of a graph for `count` tokens, of which a step has at most `most`."""
     rounded = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
     return min(rounded, most)
 

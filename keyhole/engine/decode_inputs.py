@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -33,6 +34,12 @@ class PageTable:
     def forget(self, sequence: Sequence, entry: int) -> None:
         """Clears the entry of a page that the sequence has released."""
         self._rows[sequence.slot, entry] = 0
+
+    def cut(self, sequence: Sequence) -> None:
+        """Clears the entries of pages that were removed from the end of the sequence's list."""
+        slot, count = sequence.slot, len(sequence.pages)
+        self._rows[slot, count : self._filled[slot]] = 0
+        self._filled[slot] = min(self._filled[slot], count)
 
     def renumber(self) -> None:
         """Refills all rows, after the pages were renumbered (`PageCache.pack`)."""
@@ -211,7 +218,7 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One token of each of B sequences, which have up to M pages.
+    """B tokens of decoding sequences, which have up to M pages.
 
     position, prompts: int64 [B], the position of the token, and the number of tokens before the
     first decode step.
@@ -231,35 +238,52 @@ class DecodeInputs:
     due: np.ndarray | None = None
 
 
+def places_of(rows: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+    """The position of each row's token, and the length of its sequence after the step: int64 [B].
+
+    A sequence that stands in several rows, one after another, computes consecutive tokens.
+    """
+    counts = np.asarray([len(list(same)) for _, same in groupby(rows)], np.int64)
+    ends = np.cumsum(counts)
+    first = np.asarray([s.num_computed for s in rows], np.int64)
+    ahead = np.arange(len(rows)) - np.repeat(ends - counts, counts)
+    return first + ahead, first + np.repeat(counts, counts)
+
+
 def inputs_of(
-    decodes: list[Sequence],
+    rows: list[Sequence],
     page_size: int,
     table: PageTable,
     state: SequenceState,
     eviction: Eviction | None,
 ) -> DecodeInputs:
-    """The inputs of a step. Call once per step: it updates `state` and `eviction`."""
-    position = np.asarray([s.num_computed for s in decodes], np.int64)
-    fresh, prompts = state.enter(decodes)
+    """The inputs of a step. Call once per step: it updates `state` and `eviction`.
+
+    rows: the sequence of each token (`SchedulerOutput.rows`).
+    """
+    position, end = places_of(rows)
+    fresh, prompts = state.enter(rows)
     entry, place = position // page_size, position % page_size
-    rows = table.rows(decodes, int(entry.max()) + 1)
-    page = rows[np.arange(len(rows)), entry].astype(np.int64)
+    pages = table.rows(rows, int(entry.max()) + 1)
+    page = pages[np.arange(len(rows)), entry].astype(np.int64)
     sent = {
         "lengths": (position + 1).astype(np.int32),
         "pages": (entry + 1).astype(np.int32),
-        "page_table": rows,
+        "page_table": pages,
         "prompts": prompts.astype(np.int32),
-        "state_rows": np.asarray([s.slot for s in decodes], np.int64),
+        "state_rows": np.asarray([s.slot for s in rows], np.int64),
     }
-    written = {"slots": page * page_size + place, "touched": page, "filled": place + 1}
+    # A page that several rows write is listed with all of their tokens each time.
+    filled = np.minimum(end - entry * page_size, page_size)
+    written = {"slots": page * page_size + place, "touched": page, "filled": filled}
     if eviction is None:
         return DecodeInputs(position, prompts, fresh, sent, written)
-    entries, pages, pinned, due = eviction.view(decodes, position, fresh)
-    left = np.take_along_axis(rows, np.maximum(entries, 0), 1)
+    entries, counts, pinned, due = eviction.view(rows, position, fresh)
+    left = np.take_along_axis(pages, np.maximum(entries, 0), 1)
     sent |= {
         "left_table": np.where(entries < 0, 0, left),
-        "left_pages": pages.astype(np.int32),
-        "left_lengths": (pages * page_size - (page_size - 1 - place)).astype(np.int32),
+        "left_pages": counts.astype(np.int32),
+        "left_lengths": (counts * page_size - (page_size - 1 - place)).astype(np.int32),
         "pinned": pinned,
         "goes": due,
     }

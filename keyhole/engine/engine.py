@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from keyhole.cache.kept_tokens import NO_PAGE
@@ -32,15 +31,14 @@ from keyhole.engine.request import (
     longest,
     requested,
 )
-from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
-from keyhole.engine.sequence import Counters, Sequence
+from keyhole.engine.sequence import Counters, DraftCounters, Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.speculation.drafting import Drafting, require_exact
+from keyhole.engine.speculation.verifier import Verifier
 from keyhole.errors import (
     CapacityError,
     ConfigError,
-    NumericalError,
-    RequestError,
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
@@ -79,6 +77,7 @@ class Engine:
         self.geometry = model.geometry(config.page_size)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
+        num_draft_tokens = 0 if config.draft is None else config.num_draft_tokens
         self.max_length = longest(model, config)
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if copies is not None and config.offload is not None:
@@ -90,7 +89,7 @@ class Engine:
         self.offloader: LayerOffloader | None = None
         if cache is None:
             # One more row of buffers, for padding rows of captured steps.
-            rows = config.max_batch + (recorder is not None)
+            rows = config.max_batch * (1 + num_draft_tokens) + (recorder is not None)
             cache, self.offloader = allocate(
                 model, self.geometry, self.policy, config, head, num_rows=rows
             )
@@ -105,6 +104,11 @@ class Engine:
             known=self._known,
             pace=self.pace,
         )
+        self.drafting: Drafting | None = None
+        if config.draft is not None:
+            require_exact(self.policy, self.geometry, head)
+            self.drafting = Drafting(config, self.scheduler, self.max_length)
+        self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
         self.head_runner: HeadRunner | None = None
         self._copies = copies
@@ -156,6 +160,9 @@ class Engine:
         for known in self._runners:
             if known.policy == made:
                 return known
+        if self.drafting is not None:
+            head = None if self.head_runner is None else self.head_runner.head
+            require_exact(made, self.geometry, head)
         return beside(
             made,
             self.policy,
@@ -175,6 +182,7 @@ class Engine:
             None if self.offloader is None else self.offloader.prefetcher,
             recorder,
             under.keeper,
+            num_draft_tokens=self.config.num_draft_tokens if self.drafting else 0,
         )
 
     def _enter(self, under: RequestPolicy) -> None:
@@ -230,6 +238,7 @@ class Engine:
             under=under,
             grammar=None if params.grammar is None else self.grammars.start(params.grammar),
             caller=caller,
+            drafts=None if self.drafting is None else DraftCounters(),
         )
         if context is not None:
             self._document_prefill(under).check(context)
@@ -314,6 +323,8 @@ class Engine:
         """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
+        if self.drafting is not None:
+            self.drafting.propose(plan)
         advanced = self._run(plan)
         self.filler.go_on(plan, time.perf_counter() - begin)
         for sequence in plan.decodes:
@@ -337,15 +348,16 @@ class Engine:
         """Runs the sequences of one policy: forward pass, sampling, counters, eviction."""
         wanted, logits, reads = self._forward(runner, plan)
         self._share_prompts(plan)
-        self._keep_logits(wanted, logits)
-        ready = [i for i, sequence in enumerate(wanted) if sequence.is_ready]
-        if ready:
+        if any(sequence.is_ready for sequence in wanted):
             reads = reads.to("cpu", non_blocking=True)  # complete when the tokens are
-            rows = logits if len(ready) == len(wanted) else logits[ready]
-            self._advance([wanted[i] for i in ready], rows)
+        advanced = self._verifier.take(wanted, logits, plan)
         self._count(runner, plan, reads)
         runner.evict()
-        return [wanted[i] for i in ready]
+        for sequence in plan.drafts:
+            if not sequence.is_finished:
+                self.scheduler.release_rejected(sequence)
+                runner.cut(sequence)
+        return advanced
 
     def _forward(
         self, runner: Runner, plan: SchedulerOutput
@@ -370,16 +382,10 @@ class Engine:
                 if self._copies is not None and sequence.context is None and sequence.exact:
                     self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
 
-    def _keep_logits(self, wanted: list[Sequence], logits: Tensor) -> None:
-        for i, sequence in enumerate(wanted):
-            if sequence.keeps_logits(sequence.num_computed):
-                # A copy: the next step may overwrite the buffer.
-                sequence.logits.append(logits[i].to("cpu", torch.float32, copy=True))
-
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""
         if not sequence.is_finished:
-            self._finish(sequence, "abort")
+            self._verifier.finish(sequence, "abort")
 
     def check_integrity(self) -> None:
         """Asserts that every page has one reference for each list that holds it (for tests)."""
@@ -399,61 +405,8 @@ class Engine:
         for runner in self._runners.values():
             runner.renumber()
 
-    def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
-        """Samples a token for each sequence and ends those that are done."""
-        # A masked vocabulary has -inf; of a broken computation the largest is NaN or infinite.
-        good = logits.amax(-1).isfinite()
-        tokens = sample(logits, ready)  # of a broken row any token, which is dropped
-        most = max((s.params.logprobs or 0 for s in ready), default=0)
-        wanted = any(s.params.logprobs is not None for s in ready)
-        best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
-        # Here the host waits for the step.
-        found = torch.stack([tokens, good.long()], 1).tolist()
-        now = time.perf_counter()
-        for i, (sequence, (token, is_good)) in enumerate(zip(ready, found, strict=True)):
-            if not is_good:
-                place = len(sequence.tokens)
-                sequence.error = NumericalError(
-                    f"the model gave NaN or infinite logits after {place} tokens; try "
-                    "dtype='float32' or check the checkpoint"
-                )
-                self._finish(sequence, "error")
-                continue
-            if best is not None and sequence.params.logprobs is not None:
-                ids, values = best[0][i], best[1][i]
-                shown = [*range(sequence.params.logprobs), -1]
-                sequence.logprobs.append({ids[j]: values[j] for j in shown})
-            sequence.token_times.append(now)
-            sequence.tokens.append(token)
-            if sequence.grammar is not None and not sequence.grammar.accept(token):
-                sequence.error = RequestError(
-                    f"the grammar allows no token of this model after {len(sequence.tokens) - 1}"
-                )
-                self._finish(sequence, "error")
-                continue
-            self._end_if_done(sequence, token)
-
-    def _end_if_done(self, sequence: Sequence, token: int) -> None:
-        params = sequence.params
-        eos = token in self.model.eos_token_ids and not params.ignore_eos
-        if eos or token in params.stop_token_ids:
-            self._finish(sequence, "stop")
-            return
-        sequence.detokenizer.append(token)
-        last = len(sequence.prompt) + len(sequence.given) + sequence.max_tokens
-        is_complete = sequence.grammar is not None and sequence.grammar.is_complete
-        if sequence.detokenizer.stopped or is_complete:
-            self._finish(sequence, "stop")
-        elif len(sequence.tokens) >= min(last, self.max_length):
-            self._finish(sequence, "length")
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        sequence.detokenizer.finish()
-        sequence.finish_reason = "stop" if sequence.detokenizer.stopped else reason
-        self.scheduler.finish(sequence, remember=sequence.error is None)
-
     def _count(self, runner: Runner, plan: SchedulerOutput, reads: Tensor) -> None:
-        for sequence, row in zip(plan.decodes, reads.tolist(), strict=True):
+        for sequence, row in zip(plan.rows, reads.tolist(), strict=True):
             fraction, kv_bytes, other_bytes = row
             sequence.counters.add_step(fraction, kv_bytes, other_bytes)
         if self.offloader is not None:

@@ -90,6 +90,7 @@ class Runner:
 
     keeper: the policy whose `on_append` sees written pages; None: `policy`.
     recorder: captures decode steps for replay; None: operations are launched one by one.
+    num_draft_tokens: the most proposed tokens of a sequence in a step.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Runner:
         prefetcher: Prefetcher | None = None,
         recorder: Recorder | None = None,
         keeper: Policy | None = None,
+        *,
+        num_draft_tokens: int = 0,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -130,6 +133,7 @@ class Runner:
                 cache,
                 policy,
                 max_batch,
+                max_batch * (1 + num_draft_tokens),
                 model.device,
                 make_step=self._step,
                 work=self._decode,
@@ -154,27 +158,34 @@ class Runner:
     def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:
         """One step. Returns the sequences that need logits, these logits, and what was read.
 
-        Logits [R, vocabulary]; reads float64 [B, 3], for each decoding sequence the attended
-        fraction (mean over layers), bytes of keys and values, and other bytes. Advances
-        `num_computed`.
+        Logits [R, vocabulary]; a sequence with proposed tokens is listed once for each of its rows.
+        reads float64 [B, 3], for each of `plan.rows` the attended fraction (mean over layers),
+        bytes of keys and values, and other bytes. Advances `num_computed` by one token of each
+        decoding sequence, whether or not proposed ones follow.
         """
         self.evict()  # if the last step was interrupted before it
-        inputs = self._inputs(plan.decodes)
+        inputs, rows = self._inputs(plan), plan.rows
+        decoded = _join(
+            np.asarray([s.tokens[s.num_computed], *plan.drafts.get(s, ())]) for s in plan.decodes
+        )
+        # The rows of proposed tokens follow a row whose logits are wanted.
+        wanted = [i for i, s in enumerate(rows) if s.wants_logits(s.num_computed + 1)]
         if inputs is not None and self._recorded is not None and self._is_plain(plan):
-            outputs = self._recorded.run(inputs, plan.decodes)
+            outputs = self._recorded.run(inputs, decoded)
             if outputs is not None:
-                return self._finished(plan, inputs, outputs)
-        spans = [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes]
-        spans += [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
-        tokens = _join(np.asarray(s.tokens[start:end]) for s, start, end in spans)
-        positions = _join(np.arange(start, end) for _, start, end in spans)
-        ends = np.cumsum([end - start for _, start, end in spans])
-        wanted = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
+                return self._finished(plan, inputs, outputs, wanted)
+        spans = [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
+        tokens = _join([decoded, *(np.asarray(s.tokens[start:end]) for s, start, end in spans)])
+        starts = [] if inputs is None else [inputs.position]
+        positions = _join([*starts, *(np.arange(start, end) for _, start, end in spans)])
+        ends = len(rows) + np.cumsum([end - start for _, start, end in spans], dtype=np.int64)
+        last = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         row = (self._send(tokens), self._send(positions))
         batch = self._begin(plan, inputs, *row)
-        logits = self._model.forward(*row, batch, self._send(ends[wanted] - 1))
+        places = self._send(_join([np.asarray(wanted), ends[last] - 1]))
+        logits = self._model.forward(*row, batch, places)
         reads = self.end(plan, *row, batch)
-        return [spans[i][0] for i in wanted], logits, reads
+        return [rows[i] for i in wanted] + [spans[i][0] for i in last], logits, reads
 
     def begin(self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor) -> Batch:
         """What attention needs for one step, with the policy's choice before it under way.
@@ -182,7 +193,7 @@ class Runner:
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
         """
         self.evict()
-        return self._begin(plan, self._inputs(plan.decodes), token_ids, positions)
+        return self._begin(plan, self._inputs(plan), token_ids, positions)
 
     def end(
         self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
@@ -202,7 +213,7 @@ class Runner:
 
     def _trace(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Records the reads of those sequences that are traced."""
-        traces = [sequence.trace for sequence in plan.decodes]
+        traces = [sequence.trace for sequence in plan.rows]
         if any(trace is not None for trace in traces):
             trace_decodes(traces, batch, self._cache.geometry)
         for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
@@ -213,6 +224,10 @@ class Runner:
     def renumber(self) -> None:
         """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
         self._table.renumber()
+
+    def cut(self, sequence: Sequence) -> None:
+        """The last pages of a sequence's list were removed. Between steps."""
+        self._table.cut(sequence)
 
     def evict(self) -> None:
         """Frees the pages that the policy gives up, once the host has waited for the step anyway.
@@ -232,12 +247,13 @@ class Runner:
         """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
         return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
-    def _inputs(self, decodes: list[Sequence]) -> DecodeInputs | None:
-        if not decodes:
+    def _inputs(self, plan: SchedulerOutput) -> DecodeInputs | None:
+        if not plan.decodes:
             return None
-        inputs = inputs_of(decodes, self._cache.page_size, self._table, self._state, self._eviction)
+        rows = plan.rows
+        inputs = inputs_of(rows, self._cache.page_size, self._table, self._state, self._eviction)
         if self._prefetcher is not None:
-            for sequence, new in zip(decodes, inputs.fresh.tolist(), strict=True):
+            for sequence, new in zip(rows, inputs.fresh.tolist(), strict=True):
                 if new:
                     self._prefetcher.reset(sequence.slot)
         if self._head_runner is not None:
@@ -312,23 +328,24 @@ class Runner:
         return Outputs(logits, reads, victims, loads)
 
     def _finished(
-        self, plan: SchedulerOutput, inputs: DecodeInputs, outputs: Outputs
+        self, plan: SchedulerOutput, inputs: DecodeInputs, outputs: Outputs, wanted: list[int]
     ) -> tuple[list[Sequence], Tensor, Tensor]:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
-        count = len(plan.decodes)
+        rows = plan.rows
+        count = len(rows)
         self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
         if outputs.victims is not None and inputs.due is not None:
             self._victims = outputs.victims[:count], inputs.due, plan.decodes
-        wanted = [i for i, s in enumerate(plan.decodes) if s.wants_logits(s.num_computed + 1)]
         for sequence in plan.decodes:
             sequence.num_computed += 1
         logits = outputs.logits[:count]
         if len(wanted) < count:
             logits = logits[self._send(np.asarray(wanted, np.int64))]
-        return [plan.decodes[i] for i in wanted], logits, outputs.reads[:count]
+        return [rows[i] for i in wanted], logits, outputs.reads[:count]
 
     def _batch(self, plan: SchedulerOutput, inputs: DecodeInputs | None) -> Batch:
-        size, row = self._cache.page_size, len(plan.decodes)
+        size, rows_of = self._cache.page_size, plan.rows
+        row = len(rows_of)
         slots, touched, filled = [], [], []
         if inputs is not None:
             slots.append(inputs.written["slots"])
@@ -358,8 +375,8 @@ class Runner:
             policy=self._policy,
             slots=self._send(written),
             newest=self._send(np.flatnonzero(last)),
-            num_decode=len(plan.decodes),
-            step=None if inputs is None else self._entered(plan.decodes, inputs),
+            num_decode=len(rows_of),
+            step=None if inputs is None else self._entered(rows_of, inputs),
             chunks=chunks,
             touched=self._send(_join(touched)) if keep else None,
             filled=self._send(_join(filled)) if keep else None,
@@ -381,26 +398,26 @@ class Runner:
             start=int(positions[0]),
         )
 
-    def _there(self, decodes: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
+    def _there(self, rows: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
         """What each layer has of the decoding sequences; None: everything."""
-        for sequence in decodes:
+        for sequence in rows:
             if self._kept[sequence.slot] is not sequence.kept:
                 self._kept[sequence.slot] = sequence.kept
                 if sequence.kept is None:
                     self._kept_tokens.clear(sequence.slot)
                 else:
                     self._kept_tokens.set(sequence.slot, sequence.kept)
-        if all(sequence.kept is None for sequence in decodes):
+        if all(sequence.kept is None for sequence in rows):
             return None
-        slots = [sequence.slot for sequence in decodes]
+        slots = [sequence.slot for sequence in rows]
         return self._kept_tokens.rows(slots, lengths.tolist(), self._model.device)
 
-    def _entered(self, decodes: list[Sequence], inputs: DecodeInputs) -> Step:
+    def _entered(self, rows: list[Sequence], inputs: DecodeInputs) -> Step:
         """The step of these sequences, with their documents and offloaded layers."""
         step = self._step(inputs, {name: self._send(x) for name, x in inputs.sent.items()})
-        step.kept_tokens = self._there(decodes, inputs.position + 1)
+        step.kept_tokens = self._there(rows, inputs.position + 1)
         if step.retained is not None:
-            there = self._there(decodes, inputs.sent["left_lengths"])
+            there = self._there(rows, inputs.sent["left_lengths"])
             step.retained = replace(step.retained, kept_tokens=there)
         if self._prefetcher is not None:
             self._prefetcher.begin(step.sequences.slots, step.page_table, step.lengths)
@@ -454,4 +471,4 @@ class Runner:
 
 
 def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate(list(parts)).astype(np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)

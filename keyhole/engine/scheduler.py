@@ -35,7 +35,8 @@ class SchedulerOutput:
     """One step: sequences that decode one token, and (sequence, tokens) of prompts.
 
     filling: the sequence whose stored documents are filled in the rest of the step. refused:
-    waiting sequences that ended with an error.
+    waiting sequences that ended with an error. drafts: the tokens proposed to follow the newest
+    token of a decoding sequence, at least one each, which the step computes too.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -43,6 +44,14 @@ class SchedulerOutput:
     preempted: list[Sequence] = field(default_factory=list)
     filling: Sequence | None = None
     refused: list[Sequence] = field(default_factory=list)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The sequence of each decoded token: a decoding sequence, once more per proposed token."""
+        if not self.drafts:
+            return self.decodes
+        return [s for s in self.decodes for _ in range(1 + len(self.drafts.get(s, ())))]
 
     @property
     def runs(self) -> bool:
@@ -53,7 +62,10 @@ class SchedulerOutput:
         """The step in parts, one for each policy that its sequences run under."""
         parts: dict[RequestPolicy, SchedulerOutput] = defaultdict(SchedulerOutput)
         for sequence in self.decodes:
-            parts[sequence.under].decodes.append(sequence)
+            part = parts[sequence.under]
+            part.decodes.append(sequence)
+            if sequence in self.drafts:
+                part.drafts[sequence] = self.drafts[sequence]
         for sequence, count in self.chunks:
             parts[sequence.under].chunks.append((sequence, count))
         return parts
@@ -191,11 +203,24 @@ class Scheduler:
         if self.waiting and self._slots:
             return None
         pages = {page for s in self.running for page in s.pages if page != NO_PAGE}
-        ends = [(s, len(s.prompt) + len(s.given) + s.max_tokens) for s in self.running]
         growth = sum(
-            max(0, self._most(s, min(end, self._max_length)) - len(s.pages)) for s, end in ends
+            max(0, self._most(s, min(s.token_limit, self._max_length)) - len(s.pages))
+            for s in self.running
         )
         return Demand(pages, growth)
+
+    def reserve_draft(self, sequence: Sequence, count: int) -> int:
+        """Pages for `count` tokens after the newest one, without pre-emption; how many fit."""
+        first = sequence.num_computed + 1
+        if self._reserve(sequence, first + count):
+            return count
+        return min(count, len(sequence.pages) * self._cache.page_size - first)
+
+    def release_rejected(self, sequence: Sequence) -> None:
+        """Releases the pages that hold only proposed tokens that were not accepted."""
+        kept = -(-sequence.num_computed // self._cache.page_size)
+        self._cache.release(sequence.pages[kept:])
+        del sequence.pages[kept:]
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Renumbers pages that were moved (`PageCache.pack`)."""

@@ -32,6 +32,8 @@ class Stats:
     evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     queue_ms: from its arrival until the scheduler let it in.
+    accepted_length: with a draft, tokens generated per decode step, the one of the model included.
+    acceptance_rate: proposed tokens that were accepted / all that were checked.
     """
 
     prompt_tokens: int
@@ -51,6 +53,21 @@ class Stats:
     tokens_not_computed: int | None = None
     evicted_pages: int = 0
     queue_ms: float | None = None
+    accepted_length: float | None = None
+    acceptance_rate: float | None = None
+
+
+@dataclass
+class DraftCounters:
+    """Sums over the decode steps of a sequence under a draft, without replayed ones.
+
+    generated: tokens that these steps brought, of which `accepted` were among the proposed ones.
+    """
+
+    steps: int = 0
+    generated: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -105,7 +122,7 @@ class Sequence:
     under: the policy that it runs under, from its first step to its last.
     grammar: what its tokens must follow. caller: whose request it is; the queue serves
     callers in turn, and this is number `turn`.
-    trace: what was read for its tokens, if its params ask for that.
+    trace: what was read for its tokens, if its params ask for that. drafts: None without a draft.
     arrival, begun, token_times: when it arrived, was first admitted, and each token was sampled, in
     seconds of `time.perf_counter`.
     """
@@ -144,6 +161,7 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     trace: ReadTrace | None = field(init=False)
+    drafts: DraftCounters | None = None
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
     begun: float | None = None
@@ -173,6 +191,11 @@ class Sequence:
         """At most this many tokens are generated."""
         assert self.params.max_tokens is not None, "the engine resolves it"
         return self.params.max_tokens
+
+    @property
+    def token_limit(self) -> int:
+        """At most this many tokens, prompt included."""
+        return len(self.prompt) + len(self.given) + self.max_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -217,6 +240,7 @@ class Sequence:
         """The counters so far."""
         steps, loaded = self.counters.steps, self.counters.hits + self.counters.misses
         times = self.token_times
+        drafts = self.drafts or DraftCounters()
         return Stats(
             prompt_tokens=len(self.prompt),
             cached_prompt_tokens=self.num_cached,
@@ -235,6 +259,8 @@ class Sequence:
             tokens_not_computed=None if self.reused is None else self.reused.tokens_not_computed,
             evicted_pages=self.evicted_pages,
             queue_ms=None if self.begun is None else 1e3 * (self.begun - self.arrival),
+            accepted_length=drafts.generated / drafts.steps if drafts.steps else None,
+            acceptance_rate=drafts.accepted / drafts.proposed if drafts.proposed else None,
         )
 
 

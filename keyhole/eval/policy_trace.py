@@ -40,6 +40,7 @@ class PolicyProxy(Policy):
     """Behaves like `inner`, and has its settings as attributes."""
 
     capturable: ClassVar[bool | str] = "its observer runs on the host, in every step"
+    speculative: ClassVar[bool | str] = "its observer takes every row for a token of the text"
 
     inner: Policy
 

@@ -123,7 +123,7 @@ def _attend(
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """All of the above. requests: sum or maximum, unit, and where the scores go.
+    """Computes all of the above. requests: sum or maximum, unit, and where the scores go.
 
     weights: receives `head_scores`; out: receives the attended values.
     """

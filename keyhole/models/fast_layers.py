@@ -24,6 +24,9 @@ from keyhole.kernels import reference
 # With more tokens (prompts, large batches) torch is faster. In float32 torch uses MKL, which leaves
 # half of the vector width of non-Intel processors unused; there oneDNN, which torch also ships and
 # uses for 16 bits, is about twice as fast (benchmarks/LOG.md).
+#
+# oneDNN compiles a kernel for each shape that it meets and keeps it: a server that met a new number
+# of tokens with every batch of prompts grew by a megabyte each time. So it gets few numbers.
 
 
 # Tokens up to which our kernel was at least as fast as torch, and from which oneDNN was faster than
@@ -45,9 +48,21 @@ class FastLinear(nn.Linear):
         tokens = input.numel() // self.in_features
         if tokens <= _FEW:
             return kernels.linear(input, self.weight, self.bias)
-        if tokens >= _MANY and input.dtype == self.weight.dtype == torch.float32:
+        if input.dtype != torch.float32:
+            return _by_few_shapes(linear, input, self.weight, self.bias)
+        if tokens >= _MANY and self.weight.dtype == torch.float32:
             return in_float32()(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
+
+
+def _by_few_shapes(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product for a number of tokens of which there are eight between n and 2 n."""
+    rows = x.flatten(0, -2)
+    missing = -len(rows) % max(8, 1 << len(rows).bit_length() >> 4)
+    if missing == 0:
+        return product(x, weight, bias)
+    found = product(F.pad(rows, (0, 0, 0, missing)), weight, bias)
+    return found[: len(rows)].view(*x.shape[:-1], -1)
 
 
 @functools.cache
@@ -61,7 +76,7 @@ def in_float32() -> Product:
         named(torch.zeros(_MANY, 1), torch.zeros(1, 1), None, "none", [], "")
     except (AttributeError, RuntimeError):  # another torch release
         return linear
-    return functools.partial(_by_onednn, named)
+    return functools.partial(_by_few_shapes, functools.partial(_by_onednn, named))
 
 
 def _by_onednn(

@@ -1,6 +1,6 @@
 """The interface of policies: frozen settings and pure functions that select what a step reads.
 
-A policy holds no state of a sequence. Its data per page (`page_data`) belongs to the cache; a
+A policy holds no sequence state. Its data per page (`page_data`) belongs to the cache; a
 selection that one layer shares with later layers of the same step (`Step.shared_selection`) ends
 with the step. Prefill is exact under every policy, and layers with their own sliding window do
 not call it.
@@ -79,10 +79,10 @@ class CachedLayers:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """What a retrieval head says of this step.
+    """The weights of a retrieval head in this step.
 
-    weights: computes its weights of all tokens, float32 [B, heads, N], -1 for tokens that no layer
-    has. token_bytes: bytes of the head's keys of a token.
+    weights: computes them for all tokens, float32 [B, heads, N], -1 for tokens that no layer has.
+    token_bytes: bytes of the head's keys per token.
     """
 
     weights: Callable[[], Tensor]
@@ -164,6 +164,11 @@ class Policy:
     #: settings, and branch on host values only as `capture_key` says.
     capturable: ClassVar[bool | str] = "the policy does not say that its steps can be recorded"
 
+    #: True if consecutive tokens of a sequence can be rows of one step, each of its own length, and
+    #: each selects what it would select in a step of its own; else the reason why not. The keys of
+    #: all rows are written before the first one selects, and some may be overwritten later.
+    speculative: ClassVar[bool | str] = "the policy does not say that it can check proposed tokens"
+
     #: Settings that change the values of `page_data`, not only its shape. Requests with equal
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
@@ -229,7 +234,7 @@ class Policy:
         return tuple(i for i in geometry.full_attention if i not in dense)
 
     def selection_heads(self, geometry: Geometry) -> int | None:
-        """Lists of a selection, if there may be more than KV heads (MLA); None: there are not."""
+        """The number of lists of a selection, if it may exceed the KV heads (MLA); else None."""
         return None
 
     def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
@@ -241,7 +246,7 @@ class Policy:
         return None
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape, per page, of this policy's data beside the keys of a layer."""
+        """Name and shape of this policy's data per page and layer."""
         return {}
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:

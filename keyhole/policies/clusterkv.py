@@ -75,6 +75,9 @@ class ClusterKV(Policy):
     name: ClassVar[str] = "clusterkv"
     shares_pages: ClassVar[bool] = False
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = (
+        "it clusters the keys of generated tokens, rejected ones as well"
+    )
     page_settings: ClassVar[tuple[str, ...] | None] = ()  # every sequence computes its clusters
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and recent included")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")

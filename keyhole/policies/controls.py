@@ -29,6 +29,7 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     dense: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Everything."""
@@ -52,6 +53,7 @@ class SlidingWindow(Policy):
 
     name: ClassVar[str] = "sliding_window"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
@@ -88,6 +90,7 @@ class RandomTokens(Policy):
 
     name: ClassVar[str] = "random"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
     sink_size: int = setting(0, "first tokens that are always read")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
@@ -154,6 +157,7 @@ class Oracle(Policy):
 
     name: ClassVar[str] = "oracle"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
     selects_by_own_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")

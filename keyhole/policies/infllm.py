@@ -66,6 +66,9 @@ class InfLLM(Policy):
     shares_pages: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = (
+        "it sums the attention that tokens receive, from rejected tokens as well"
+    )
     reads_keys: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads, sinks and window included, in pages")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")

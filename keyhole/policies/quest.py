@@ -56,6 +56,7 @@ class Quest(Policy):
 
     name: ClassVar[str] = "quest"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")

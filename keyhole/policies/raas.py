@@ -61,6 +61,9 @@ class RaaS(Policy):
 
     name: ClassVar[str] = "raas"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = (
+        "it evicts pages by what every token reads, rejected tokens as well"
+    )
     token_budget: int = setting(1024, "tokens kept of what is generated, in whole pages")
     prompt_in_budget: bool = setting(False, "count the prompt in token_budget, too")
     alpha: float = setting(1e-4, "attention weight above which a token renews its page")

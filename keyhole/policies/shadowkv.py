@@ -62,6 +62,9 @@ class ShadowKV(Policy):
     name: ClassVar[str] = "shadowkv"
     shares_pages: ClassVar[bool] = False
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = (
+        "it keeps low-rank keys and outliers of a sequence from step to step"
+    )
     page_settings: ClassVar[tuple[str, ...] | None] = ("chunk_size",)
     reads_keys: ClassVar[bool] = True
     shifts_keys: ClassVar[bool] = True

@@ -34,6 +34,7 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streaming_llm"
     capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")
     sink_size: int = setting(4, "first tokens that are always read")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")

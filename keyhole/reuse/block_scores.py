@@ -1,8 +1,4 @@
-"""Blocks of stored documents: their tokens, their scores, and which to keep.
-
-The concatenated blocks of a prompt's documents, and their tokens.
-
-Scores of a document's blocks for a query, outliers among them, and which blocks to keep.
+"""Blocks of stored documents: their tokens, scores for a query, outliers, and which to keep.
 
 SamKV, section 3, equations 1 to 3.
 """
@@ -172,7 +168,7 @@ def best(scores: Tensor, number: int) -> Tensor:
 
 
 def fitting(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
-    """The largest of each row, in order, while they have at most `room` tokens together.
+    """The largest of each row, in order, with at most `room` tokens in total.
 
     scores [L, m]; sizes int64 [m], tokens of each block. The first of equals; bool [L, m].
     """
@@ -239,7 +235,7 @@ def extreme_scores(query: Tensor, keys: Tensor) -> Tensor:
     keys, by the standard deviation (divided by N * k; 0 counts as 1).
     """
     number, each, heads, _ = keys.shape
-    # A block's keys far apart: a maximum over neighbours takes longer, as does torch's deviation.
+    # Keys of a block are strided: a maximum over adjacent numbers is slower, as is torch's std.
     columns = keys.permute(2, 3, 1, 0).flatten(2)
     found = torch.full((number,), -torch.inf)
     for part in query.split(max(1, _PIECE // (query.shape[1] * columns.shape[-1]))):

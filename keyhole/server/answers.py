@@ -1,4 +1,4 @@
-"""What answers say: OpenAI's objects, with what the engine counted beside the usage."""
+"""Answers as OpenAI's objects, with the engine's counters in the usage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from keyhole.engine.sequence import Piece, Result, Stats
 from keyhole.server.chat.reply import Reply
 from keyhole.server.errors import ApiError
 
-#: What a prompt took from each of its documents.
+#: The passages that a prompt used of each of its documents.
 _Documents = list[dict[str, Any]]
-#: Counters of an answer, by whether those of several completions are added or averaged.
+#: Counters of an answer: those of several completions are added, or averaged.
 _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read", "evicted_pages")
-_MEAN = ("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio")
+_MEAN = (
+    *("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio"),
+    *("accepted_length", "acceptance_rate"),
+)
 
 
 class AnyAnswer(Protocol):
-    """What answers of all interfaces have in common: they are whole, or a stream of events."""
+    """The interface of all answers, which are sent whole or as a stream of events."""
 
     def take(self, index: int, piece: Piece) -> None:
         """Keeps a piece for `whole`."""
@@ -31,25 +34,25 @@ class AnyAnswer(Protocol):
     def whole(
         self, results: Sequence[Result], documents: _Documents | None = None
     ) -> dict[str, Any]:
-        """All of it at once, when all pieces have been taken."""
+        """The whole answer, once all pieces have been taken."""
         ...
 
     def begin(self) -> list[dict[str, Any]]:
-        """What precedes the first piece of a stream."""
+        """The events before the first piece of a stream."""
         ...
 
     def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
-        """What a stream says of a piece; first: of this completion."""
+        """The events of a piece; first: the first one of this completion."""
         ...
 
     def closing(
         self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
     ) -> list[dict[str, Any]]:
-        """What follows the last piece."""
+        """The events after the last piece."""
         ...
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """What ends a stream in its midst."""
+        """The event that ends a stream with an error."""
         ...
 
     def frame(self, said: dict[str, Any]) -> bytes:
@@ -64,10 +67,10 @@ class AnyAnswer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer of chat or completions, and the identity that all of its pieces have.
+    """One answer of chat or completions, with the id that all of its pieces share.
 
-    kind: "chat.completion" or so. replies: of a chat, one for each completion. n: completions of
-    each prompt.
+    kind: such as "chat.completion". replies: of a chat, one per completion. n: completions per
+    prompt.
     """
 
     kind: str
@@ -97,7 +100,7 @@ class Answer:
     def whole(
         self, results: Sequence[Result], documents: _Documents | None = None
     ) -> dict[str, Any]:
-        """All of it at once; of a chat, when the replies have taken all pieces."""
+        """The whole answer; for a chat, once the replies have taken all pieces."""
         choices = []
         for index, result in enumerate(results):
             body: dict[str, Any] = {"text": result.text}
@@ -119,11 +122,11 @@ class Answer:
             self.replies[index].add(piece)
 
     def begin(self) -> list[dict[str, Any]]:
-        """What precedes the first piece of a stream."""
+        """The events before the first piece of a stream: none."""
         return []
 
     def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
-        """What a stream says of a piece; nothing if what it brings belongs to the next one."""
+        """The event of a piece; none if its content is held back for the next one."""
         body: dict[str, Any] = {"text": piece.text}
         if self.is_chat:
             reply = self.replies[index]
@@ -139,13 +142,13 @@ class Answer:
     def closing(
         self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
     ) -> list[dict[str, Any]]:
-        """What follows the last piece: the usage, if it is wanted."""
+        """The event after the last piece: the usage, if it is wanted."""
         if not wants_usage:
             return []
         return [{**self.head(chunk=True), "choices": [], "usage": self._usage(results, documents)}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """What ends a stream in its midst."""
+        """The event that ends a stream with an error."""
         return error.body
 
     def frame(self, said: dict[str, Any]) -> bytes:
@@ -196,10 +199,10 @@ class Answer:
 def usage(
     results: Sequence[Result], documents: _Documents | None = None, *, n: int = 1
 ) -> dict[str, Any]:
-    """Tokens, and in `keyhole` what was read for them.
+    """Token counts and, in `keyhole`, the counters of what was read.
 
-    documents: what they took from documents, None without any. n: of so many results one after the
-    other the prompt is one.
+    documents: the passages that were used, None without documents. n: each run of n results shares
+    one prompt.
     """
     found = {} if documents is None else {"documents": documents}
     stats = [result.stats for result in results]
@@ -216,7 +219,7 @@ def usage(
 
 
 def counters(stats: Iterable[Stats]) -> dict[str, Any]:
-    """Reads of all completions together; None: does not apply."""
+    """The counters of all completions together; None for one that does not apply."""
     rows = [dataclasses.asdict(one) for one in stats]
     found: dict[str, Any] = {}
     for names, join in ((_ADDED, sum), (_MEAN, statistics.fmean)):

@@ -35,14 +35,14 @@ logger = logging.getLogger("keyhole.server")
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application over an engine, for uvicorn or any other server.
 
-    ConfigError for a config that cannot be.
+    ConfigError for an invalid config.
     """
     config = config or ServerConfig()
-    # By "default" FastAPI leaves out its own 422, which this server does not answer with.
+    # With "default", FastAPI omits its own 422, which this server never sends.
     failed: dict[int | str, dict[str, Any]] = {
         "default": {"model": errors.ErrorBody, "description": "what is wrong"}
     }
-    # Lets a browser send a key; the gate is what checks it.
+    # Lets a browser send a key, which the gate checks.
     keys = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
     app = FastAPIOffline(
         redoc_url=None,
@@ -106,23 +106,23 @@ def _model(state: State) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """200 as long as the process answers."""
+    """200 while the process answers."""
     return JSONResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken, 503 when the server is stopping."""
+    """200 while requests are accepted, 503 once the server is stopping."""
     stopping = state_of(request).admission.is_draining
     return JSONResponse({"status": "draining" if stopping else "ready"}, 503 if stopping else 200)
 
 
 async def version(request: Request) -> Response:
-    """Of Keyhole."""
+    """Keyhole's version."""
     return JSONResponse({"version": keyhole.__version__})
 
 
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     body = await asyncio.to_thread(generate_latest, state_of(request).metrics.registry)
     return Response(body, media_type=CONTENT_TYPE_LATEST)
 

@@ -1,4 +1,4 @@
-"""What requests may say: OpenAI's fields, those that vLLM adds, and our `documents`."""
+"""The bodies of requests: OpenAI's fields, vLLM's additional ones, and our `documents`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keyhole.server.errors import ApiError
 
 logger = logging.getLogger("keyhole.server")
 
-#: Fields without a meaning here that clients send all the time.
+#: Fields that clients often send and that have no meaning here.
 _SILENT = {
     "store",
     "metadata",
@@ -35,7 +35,7 @@ _SILENT = {
     "prompt_cache_key",
     "stream_options.include_obfuscation",
 }
-#: Fields that change what an answer is, and what they must be as long as they do nothing here.
+#: Unsupported fields that would change an answer, and the values that leave it unchanged.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -47,19 +47,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 _SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)}
 _seen: set[str] = set()
-#: Unknown names that are remembered; a client that invents more of them is not logged for ever.
+#: Limit of remembered unknown names, so that a client that invents names cannot fill the log.
 _MOST_SEEN = 1000
 
 
 class Body(BaseModel):
-    """What takes unknown fields, and ignores them as OpenAI's clients expect."""
+    """A body that ignores unknown fields, as OpenAI's clients expect."""
 
     model_config = ConfigDict(extra="allow")
 
     def check_others(self, place: str = "") -> None:
-        """ApiError for a field that changes answers and is not there; logs unknown ones once.
+        """ApiError for an unsupported field that changes answers; logs unknown fields once.
 
-        place: before each name, such as "stream_options.".
+        place: prefix of each name, such as "stream_options.".
         """
         for field, value in (self.model_extra or {}).items():
             name = place + field
@@ -72,16 +72,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream says beside its pieces."""
+    """What a stream has besides its pieces."""
 
     include_usage: bool = False
 
 
 class KeyholeBody(BaseModel):
-    """What a request reads: a policy by name, None is the server's, and a budget up to its own.
+    """A request's policy by name (None: the server's) and budget, at most the server's.
 
-    timeout: seconds that it may take, at most the server's.
-    trace: whether the answer says which tokens each layer read for every generated token.
+    timeout: the most seconds that it may take, at most the server's.
+    trace: whether the answer lists the tokens that each layer read for every generated token.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -93,11 +93,11 @@ class KeyholeBody(BaseModel):
 
 
 class SamplingBody(Body):
-    """What every completion has. None: as the model's generation_config says.
+    """Fields of every completion. None: the value in the model's generation_config.
 
     response_format: text, any JSON object, or JSON of a schema. structured_outputs: vLLM's, an
-    object of json, regex, choice or grammar. user: whose request it is; users take turns.
-    keyhole: what the request reads; a text is a policy's name.
+    object with json, regex, choice or grammar. user: the end user; users take turns.
+    keyhole: the request's policy and limits; a string is a policy's name.
     """
 
     model: str | None = None
@@ -130,24 +130,24 @@ class SamplingBody(Body):
         return {"policy": given} if isinstance(given, str) else given
 
     def sampling(self, logprobs: int | None, grammar: str | None = None) -> SamplingParams:
-        """As the engine's parameters; ConfigError for a value that cannot be.
+        """The engine's parameters; ConfigError for an invalid value.
 
-        Without `max_tokens`: as many as model and KV cache have room for.
+        Without `max_tokens`: as many as fit into model and KV cache.
         """
         names = _SETTINGS & set(type(self).model_fields)
         given = {name: getattr(self, name) for name in names - {"logprobs"}}
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("top_k") == -1:  # vLLM's word for all
+        if given.get("top_k") == -1:  # vLLM's value for all
             given["top_k"] = 0
         given.setdefault("max_tokens", None)
         trace = self.keyhole is not None and self.keyhole.trace
         return SamplingParams(**given, logprobs=logprobs, grammar=grammar, trace=trace)
 
     def policy(self, own: Policy) -> PolicySpec | None:
-        """The policy that the request asks for; None is `own`, the server's.
+        """The policy that the request names; by default `own`, the server's.
 
-        Only names and budgets: other settings may name files of this machine. ApiError for more
-        than the server's budget.
+        Only names and budgets: other settings may name files on this machine. ApiError for a
+        budget above the server's.
         """
         asked = self.keyhole
         if asked is None or (asked.policy is None and asked.token_budget is None):
@@ -179,7 +179,7 @@ class SamplingBody(Body):
 
 
 class SearchBody(BaseModel):
-    """A search for documents. query: None is the last message of the user."""
+    """A search for documents. query: None: the user's last message."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -188,7 +188,7 @@ class SearchBody(BaseModel):
 
 
 class SearchedDocuments(BaseModel):
-    """Documents that are found by a search."""
+    """Documents to be found by a search."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -196,7 +196,7 @@ class SearchedDocuments(BaseModel):
 
 
 def _kind(given: object) -> str:
-    """Which of the two a value for `documents` means to be: errors speak of that one."""
+    """Which of the two forms a value of `documents` has, for errors."""
     return "searched" if isinstance(given, dict | SearchedDocuments) else "names"
 
 
@@ -211,7 +211,7 @@ class ChatBody(SamplingBody):
 
     documents: names of stored ones, or a search for them; they are placed before the last message.
     reuse: a method's name, or an object of "method" and its settings. passages: whether the usage
-    says which passages were kept and computed again.
+    lists the passages that were kept and recomputed.
     """
 
     messages: list[dict[str, Any]]
@@ -227,7 +227,7 @@ class ChatBody(SamplingBody):
     reuse: str | dict[str, Any] | None = None
 
     def chat_request(self) -> ChatRequest:
-        """What the chat says, and what its reply may be."""
+        """The messages of the chat and the constraints of its reply."""
         return ChatRequest(
             messages=self.messages,
             tools=self.tools,
@@ -239,7 +239,7 @@ class ChatBody(SamplingBody):
         )
 
     def chat_sampling(self, grammar: str | None) -> SamplingParams:
-        """As `sampling`, by the names that chat has for it."""
+        """As `sampling`, by the names that chats use."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
@@ -248,14 +248,14 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    """/v1/completions. prompt: a text, several, token ids, or several lists of them."""
+    """/v1/completions. prompt: one or several strings, or one or several lists of token ids."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
     def prompts(self) -> list[Any]:
-        """Each as the engine takes it."""
+        """The prompts as the engine takes them."""
         given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not given:
             raise ApiError(400, "prompt is empty; give at least one token", param="prompt")
@@ -279,7 +279,7 @@ class DetokenizeBody(Body):
 
 
 class DocumentBody(Body):
-    """A document. overwrite: in place of another text of that name. metadata: kept with it."""
+    """A document. overwrite: replace another text of that name. metadata: stored with it."""
 
     text: str
     overwrite: bool = True

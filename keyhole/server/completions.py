@@ -34,7 +34,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE = 499
 
 _Stream = AsyncGenerator[Piece, None]
-#: What a finished prompt took from its documents.
+#: The passages that a finished prompt used of its documents.
 _Told = Callable[[Result], list[dict[str, Any]]]
 
 
@@ -86,7 +86,7 @@ async def _chat_over_documents(
 
 @router.post("/v1/completions")
 async def complete(body: CompletionBody, request: Request) -> Response:
-    """What follows a prompt, or each of several."""
+    """The completion of a prompt, or of each of several."""
     state = state_of(request)
     state.asked(body.prompt)
     body.check_others()
@@ -104,7 +104,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 
 
 def caller_of(request: Request, user: str | None) -> str:
-    """Whose request it is: by API key and `user`. They take turns in the engine's queue."""
+    """The caller of a request, by API key and `user`. Callers take turns in the engine's queue."""
     return f"{request.headers.get('authorization', '')}\n{user or ''}"
 
 
@@ -122,7 +122,7 @@ def _question(messages: Sequence[dict[str, Any]]) -> str:
 
 
 async def _names(state: State, given: list[str] | SearchedDocuments, question: str) -> list[str]:
-    """Names of documents; those that a search finds, the best first."""
+    """Names of the documents; those found by a search are sorted, best first."""
     if isinstance(given, list):
         return given
     query = question if given.search.query is None else given.search.query
@@ -139,7 +139,7 @@ async def _names(state: State, given: list[str] | SearchedDocuments, question: s
 def _told(
     state: State, names: list[str], result: Result, *, passages: bool
 ) -> list[dict[str, Any]]:
-    """Of each document its name, and the passages that were used; not where all was computed."""
+    """Name and used passages of each document; no passages if everything was computed."""
     if result.reused is None or not passages:
         return [{"name": name} for name in names]
     return passages_of(state.documents, result.reused, state.tokenizer)
@@ -162,9 +162,9 @@ async def respond(
     streams: list[_Stream],
     told: _Told | None = None,
 ) -> Response:
-    """The answer from its completions, whole or as a stream; they are freed when the client leaves.
+    """The answer from its completions, whole or as a stream; freed when the client disconnects.
 
-    told: what the first one took from documents.
+    told: the passages that the first completion used.
     """
     state = state_of(request)
     state.check_model(body.model)
@@ -176,7 +176,7 @@ async def respond(
             return await _unless_gone(request, work)
         usage = body.stream_options is not None and body.stream_options.include_usage
         events = _events(state, answer, streams, stack.pop_all(), told, limit, usage=usage)
-        # Requests that can never be served have their own status.
+        # A request that can never be served gets its own status.
         first = await anext(events)
     return StreamingResponse(
         _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
@@ -208,7 +208,7 @@ async def _whole(
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """What `work` gives; it is cancelled when the client leaves."""
+    """The result of `work`, which is cancelled when the client disconnects."""
     task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -234,14 +234,14 @@ async def _events(
     *,
     usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; stack: left when the stream is."""
+    """Server-sent events; stack: closed with the stream."""
     results: dict[int, Result] = {}
     begun: set[int] = set()
     reads: dict[int, AnswerReads] = {}
     with stack:
         async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
-                # The first piece says that all can be served; until then an error has a status.
+                # Until the first piece, which shows that all can be served, errors have a status.
                 for said in [] if begun else answer.begin():
                     yield answer.frame(said)
                 for said in answer.piece(index, piece, first=index not in begun):
@@ -265,7 +265,7 @@ async def _events(
 async def _after(
     state: State, answer: AnyAnswer, first: bytes, events: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events behind the first one; an error in their midst ends them as an object."""
+    """The events after the first; an error ends them with an error object."""
     async with aclosing(events):
         yield first
         try:
@@ -280,8 +280,8 @@ async def _after(
 
 
 async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all streams as they come, with their number; the first error ends all."""
-    if len(streams) == 1:  # nothing to merge, at every token
+    """The pieces of all streams as they arrive, with their number; the first error ends all."""
+    if len(streams) == 1:  # saves the queue at every token
         async with aclosing(streams[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece

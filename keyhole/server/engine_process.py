@@ -1,8 +1,8 @@
 """The engine's side of a server in two processes; `remote.py` is the other side.
 
-Steps hold Python's lock for nearly all their time. Parsing requests, turning tokens into text and
-writing to clients would take it from them, so that happens in another process. Both talk over
-a pair of sockets, in messages of plain data: one for each step, whatever the number of requests.
+Steps hold Python's global lock nearly all the time. Parsing requests, detokenising and writing to
+clients would compete for it, so another process does that. The two exchange messages of plain
+data, each for many requests at once, over a pair of sockets.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ LENGTH = struct.Struct(">Q")
 
 
 def packed(message: tuple[Any, ...]) -> bytes:
-    """A message as it travels, its length first."""
+    """A serialised message, preceded by its length."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
 
 class _CancelledError(KeyholeError):
-    """Ends the encoding of a document that no client waits for any more."""
+    """Stops the encoding of a document whose client has disconnected."""
 
 
 class EngineServer:
-    """Runs what the other process sends, until that closes its end of the sockets."""
+    """Runs the other process's requests until that process closes its end of the sockets.
 
-    def __init__(self, llm: LLM, link: socket.socket) -> None:
+    interval: as in `StepThread`.
+    """
+
+    def __init__(self, llm: LLM, link: socket.socket, interval: float) -> None:
         self._llm, self._link = llm, link
         self._sending = threading.Lock()
-        self._steps = StepThread(llm, self._deliver)
+        self._steps = StepThread(llm, self._deliver, interval)
         self._cancelled: set[int] = set()
 
     def run(self) -> None:
-        """Takes messages."""
+        """Handles messages."""
         takers: dict[str, Callable[..., None]] = {
             "start": self._steps.start,
             "leave": self._steps.leave,
@@ -61,7 +64,7 @@ class EngineServer:
                 takers[kind](*rest)
 
     def drain(self) -> None:
-        """Tells the other process to end: when what runs is done, or at once the second time."""
+        """Tells the other process to end: after running requests, or at once the second time."""
         self._send("drain")
 
     def _send(self, *message: Any) -> None:
@@ -69,7 +72,7 @@ class EngineServer:
         try:
             with self._sending:
                 self._link.sendall(data)
-        except OSError:  # it has ended, and so will this process
+        except OSError:  # the other process has ended, and so will this one
             logger.debug("no process reads a message")
 
     def _deliver(self, updates: list[Update]) -> None:
@@ -78,7 +81,7 @@ class EngineServer:
         for update in updates:
             error = None if update.extras is None else update.extras.error
             if error is not None:
-                if id(error) not in told:  # one step may have failed for many
+                if id(error) not in told:  # one failed step may concern many requests
                     told[id(error)] = _sendable(error)
                 update = update._replace(extras=Extras(error=told[id(error)]))
             sent.append(update)
@@ -107,7 +110,7 @@ class EngineServer:
 
 
 def _sendable(error: BaseException) -> KeyholeError:
-    """An error for the other process; what no user should see stays here, in the log."""
+    """The error to send to the other process; internal errors are only logged here."""
     if isinstance(error, KeyholeError):
         return error
     logger.error("the engine failed", exc_info=error)

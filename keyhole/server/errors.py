@@ -20,7 +20,7 @@ from keyhole.errors import (
     StorageFullError,
 )
 
-#: Class of an error -> status, type, code; the first that fits.
+#: Class of an error -> status, type, code; the first match counts.
 _KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
@@ -33,7 +33,7 @@ _KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
 
 
 class ErrorObject(BaseModel):
-    """What is wrong: type is a kind of error, param the field that it is about."""
+    """The error object: type is the kind of error, param the field concerned."""
 
     message: str
     type: str
@@ -42,13 +42,13 @@ class ErrorObject(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of an answer that is an error."""
+    """The body of an error answer."""
 
     error: ErrorObject
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error that is sent as an answer."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """Of any exception; what was not meant for a user keeps its message to the log."""
+    """The ApiError of any exception; messages of internal errors are only logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
@@ -85,7 +85,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, with its place."""
+    """The first error in a body, with the path of its field."""
     first: Mapping[str, Any] = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     said = f"{place}: {first['msg']}" if place else str(first["msg"])
@@ -98,6 +98,6 @@ def plain(error: HTTPException) -> ApiError:
 
 
 def no_such_path(method: str, path: str) -> ApiError:
-    """What is not served here, such as embeddings."""
+    """The error for a path that is not served, such as embeddings."""
     said = f"there is no '{method} {path}' here; /docs lists what there is"
     return ApiError(404, said, kind="not_found_error")

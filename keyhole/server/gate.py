@@ -1,4 +1,4 @@
-"""Around the application: access, the size of bodies, and what is logged of requests."""
+"""Middleware of the application: access, the size of bodies, and the log of requests."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MAX_ID = 128
 
 
 class Gate:
-    """Checks keys, hosts and sizes of bodies; gives every request an identity and a log line."""
+    """Checks keys, hosts and body sizes; gives every request an id and a log line."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app, self._state, self._config = app, state, state.config
         self._keys = [key.encode() for key in state.config.api_key]
-        # Behind a key or on purpose, other names may lead here, such as a proxy's.
+        # With a key, or if `insecure`, requests may use other host names, such as a proxy's.
         self._only_local = not (self._keys or state.config.insecure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks a request before anything of its body is read."""
+        """Checks a request before its body is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -64,7 +64,7 @@ class Gate:
         except Exception as error:
             if refused is None:
                 logger.exception("a request failed")
-            if exchange.status:  # the client sees a part of an answer, which ends early
+            if exchange.status:  # the client has a partial answer, which ends early
                 raise
             told = api_error(error)
             self._state.metrics.failed(told.kind)
@@ -94,12 +94,12 @@ class Gate:
 
     def _knows(self, headers: Headers) -> bool:
         given = bearer(headers)
-        # All are compared, so that the time tells nothing.
+        # All are compared, so that the time reveals nothing.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
 
 class _Exchange:
-    """A request's body as it comes, counted, and its answer, with the request's identity.
+    """Counts the bytes of a request's body, and adds the request's id to its answer.
 
     status: of the answer; 0 before it begins.
     """
@@ -110,7 +110,7 @@ class _Exchange:
         self.status = 0
 
     async def receive(self) -> Message:
-        """The next part of the body; HTTPException, which FastAPI lets pass, if it is too much."""
+        """The next part of the body; HTTPException, which FastAPI passes on, if it is too large."""
         message = await self._receive()
         self._taken += len(message.get("body", b""))
         if self._taken > self._most and not self.status:
@@ -118,7 +118,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """A part of the answer."""
+        """Sends a part of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)[_REQUEST_ID] = self._identity
@@ -139,7 +139,7 @@ def bearer(headers: Headers) -> bytes:
 def _is_from_here(headers: Headers) -> bool:
     """Whether a request is addressed to this machine, and not sent by another site's page.
 
-    A page of another site may send requests to 127.0.0.1, and may make its own name lead there.
+    A page of another site may send requests to 127.0.0.1, and may point its own name there.
     """
     host = headers.get("host", "")
     if not is_local(urlsplit(f"//{host}").hostname or ""):
@@ -149,7 +149,7 @@ def _is_from_here(headers: Headers) -> bool:
 
 
 def _identity(headers: Headers) -> str:
-    """The caller's name for the request, if a header may contain it; else a name of ours."""
+    """The request's id: the caller's, if it is a valid header value; else a new one."""
     given = headers.get(_REQUEST_ID, "")
     usable = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
     return given if usable else uuid.uuid4().hex

@@ -9,7 +9,7 @@ from keyhole.server.errors import ApiError
 
 
 class Admission:
-    """How many completions are under way; those beyond the limit are refused at once."""
+    """Counts running completions; those beyond the limit are refused at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -18,7 +18,7 @@ class Admission:
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """While `count` completions run; ApiError 429 if too many do, 503 while draining."""
+        """Counts `count` completions as running; ApiError 429 if too many, 503 while draining."""
         if self.is_draining:
             raise ApiError(503, "the server is stopping", kind="server_error", code="draining")
         if self.running + count > self._limit:

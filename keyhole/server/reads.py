@@ -1,4 +1,4 @@
-"""What was read for each token of an answer, for a client that shows it (`"trace": true`)."""
+"""The tokens read for each token of an answer, for a client that asks with `"trace": true`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TokenTexts:
         self._stream = DecodeStream(skip_special_tokens=False)
 
     def next(self, tokens: Sequence[int]) -> list[str]:
-        """Of the tokens that come next; special ones are shown."""
+        """The texts of the next tokens; special tokens are shown."""
         if self._tokenizer is None:
             return [f"{token} " for token in tokens]
         if not self._tokenizer.is_fast:
@@ -34,19 +34,19 @@ class TokenTexts:
 
 
 class AnswerReads:
-    """The field `keyhole` of a choice, piece after piece."""
+    """The field `keyhole` of a choice, piece by piece."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._texts = TokenTexts(tokenizer)
 
     def piece(self, piece: Piece) -> dict[str, Any]:
-        """Of one piece of a stream; the first one has the prompt."""
+        """The field for one piece of a stream; the first one has the prompt."""
         assert piece.reads is not None
         assert piece.stats is not None
         return self._shown(piece.prompt_token_ids, piece.token_ids, piece.reads, piece.stats)
 
     def whole(self, result: Result) -> dict[str, Any]:
-        """Of a whole answer."""
+        """The field for a whole answer."""
         assert result.reads is not None
         return self._shown(result.prompt_token_ids, result.token_ids, result.reads, result.stats)
 
@@ -73,7 +73,7 @@ class AnswerReads:
 
 
 def _ranges(ranges: np.ndarray, lists: int) -> list[list[float]]:
-    """First token, end, and the share of KV heads where that is not all of them."""
+    """First token, end, and the share of KV heads if it is not all of them."""
     return [
         [start, end] if count == lists else [start, end, round(count / lists, 3)]
         for start, end, count in ranges.tolist()

@@ -1,4 +1,4 @@
-"""The HTTP side of a server in two processes: an `AsyncLLM` whose steps run in the other one.
+"""The HTTP side of a server in two processes: an `AsyncLLM` whose steps run in the other process.
 
 `engine_process.py` is the other side.
 """
@@ -23,7 +23,7 @@ from keyhole.tokenization import Prompt
 
 
 class Link:
-    """Messages to the engine's process and from it, which may be sent from any thread."""
+    """Messages to and from the engine's process; any thread may send them."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -33,10 +33,10 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, takers: Mapping[str, Callable[..., None]]) -> None:
-        """Takes messages in this event loop from now on.
+        """Handles messages in this event loop from now on.
 
-        takers: "updates", of what a step brought; "drain", when the server shall end; "lost", when
-        the other process has ended.
+        takers: handlers of "updates" of a step; of "drain", when the server should end; of "lost",
+        when the other process has ended.
         """
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=self._end)
@@ -76,7 +76,7 @@ class Link:
     def ask(self, number: int, *message: Any, progress: Progress | None = None) -> Any:
         """Sends a message and waits for the reply, in a thread; raises the error that comes back.
 
-        progress: called with what is reported meanwhile; what it raises ends the work.
+        progress: called with reports in the meantime; an error that it raises ends the work.
         """
         kind, *rest = message
         answers = self._answers[number] = queue.SimpleQueue()
@@ -125,8 +125,8 @@ class _RemoteSteps:
 class RemoteLLM(AsyncLLM):
     """An `AsyncLLM` whose requests run in the process at the other end of a link.
 
-    llm: the same `LLM` as there, for its settings and its tokenizer. Nothing runs in this one, and
-    what it says of requests and pages is as old as this process.
+    llm: a copy of that process's `LLM`, for its settings and tokenizer. It runs nothing, and its
+    state of requests and pages is that of the fork.
     """
 
     def __init__(self, llm: LLM, link: Link) -> None:
@@ -136,21 +136,21 @@ class RemoteLLM(AsyncLLM):
         self._documents: Documents | None = None
 
     async def open(self, drain: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Begins, in the event loop that requests will come from.
+        """Starts, in the event loop of the requests.
 
-        drain: called when the server shall end. lost: called when the other process has ended.
+        drain: called when the server should end. lost: called when the other process has ended.
         """
         await self._link.open({"updates": self._deliver, "drain": drain, "lost": lost})
 
     @property
     def documents(self) -> Documents:
-        """Those of the `LLM`; they are read here, and encoded in the other process."""
+        """The documents of the `LLM`, read here and encoded in the other process."""
         if self._documents is None:
             self._documents = _RemoteDocuments(self.llm.documents, self._add)
         return self._documents
 
     def load(self) -> EngineLoad:
-        """As of `AsyncLLM`; to be called in a thread."""
+        """As `AsyncLLM.load`; call it in a thread."""
         load: EngineLoad = self._link.ask(next(self._numbers), "load")
         return load
 
@@ -168,7 +168,7 @@ class _RemoteDocuments(Documents):
 
     def __init__(self, known: Documents, add: _Add) -> None:
         self._engine, self.place = known._engine, known.place
-        # Of its own: files that are open there may not be read here.
+        # A separate store: this process must not read files that the other one opened.
         self.store = DocumentStore(
             known.place, known.store.fingerprint, limit_bytes=known.store.limit_bytes
         )
@@ -185,7 +185,7 @@ class _RemoteDocuments(Documents):
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> DocumentInfo:
-        """As of `Documents`."""
+        """As `Documents.add`."""
         arguments = {
             "name": name,
             "text": text,

@@ -1,4 +1,4 @@
-"""uvicorn around the application."""
+"""Runs the application with uvicorn."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from keyhole.server.state import State
 
 logger = logging.getLogger("keyhole.server")
 
-#: How long the thread that answers may keep the one that runs steps waiting; Python's own 5 ms are
+#: How long the thread that answers may delay the one that runs steps; Python's default of 5 ms is
 #: as long as a step of a small model.
 _SWITCH_S = 0.0005
-#: Elsewhere libraries may not survive a fork.
+#: On other systems, libraries may not survive a fork.
 _FORKS = sys.platform == "linux"
 
 
@@ -48,7 +48,8 @@ def serve(llm: LLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
             _serve_in_two(llm, config, ready, place)
         else:
             sys.setswitchinterval(_SWITCH_S)
-            _server(AsyncLLM(llm), config, ready, place).run(sockets=[place])
+            served = AsyncLLM(llm, stream_interval=config.stream_interval)
+            _server(served, config, ready, place).run(sockets=[place])
 
 
 def _server(
@@ -58,7 +59,7 @@ def _server(
         create_app(llm, config),
         log_config=None,
         access_log=False,
-        # Requests have had the drain timeout by then; what is written goes out.
+        # Requests have had the drain timeout by then; this lets pending writes finish.
         timeout_graceful_shutdown=1,
     )
     host, port = place.getsockname()[:2]
@@ -70,13 +71,13 @@ def _serve_in_two(
     llm: LLM, config: ServerConfig, ready: Callable[[str], None], place: socket.socket
 ) -> None:
     """This process runs the engine; a fork of it, which has all settings, answers HTTP."""
-    with suppress(ConfigError):  # a model that cannot have any
-        _ = llm.documents  # their model's digest reads weights, which may be on a GPU
+    with suppress(ConfigError):  # a model that does not support documents
+        _ = llm.documents  # the digest of their model reads weights, which may be on a GPU
     ours, theirs = socket.socketpair()
     gc.collect()
-    gc.freeze()  # what both share is not copied for the sake of its marks
+    gc.freeze()  # garbage collection would write to shared memory, and so copy it
     with warnings.catch_warnings():
-        # Python warns of threads that the fork lacks; it needs none of those there are by now.
+        # Python warns of threads that the fork lacks; it needs none of the existing ones.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -84,12 +85,12 @@ def _serve_in_two(
         _answer(llm, config, ready, place, theirs)
     theirs.close()
     place.close()
-    engine = EngineServer(llm, ours)
+    engine = EngineServer(llm, ours, config.stream_interval)
     threading.Thread(target=engine.run, name="requests", daemon=True).start()
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    gc.unfreeze()  # or libraries say at exit that their objects leak
+    gc.unfreeze()  # otherwise libraries report leaks at exit
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
 
@@ -101,12 +102,12 @@ def _answer(
     place: socket.socket,
     link: socket.socket,
 ) -> NoReturn:
-    """The life of the fork. It ends without the clean-up of libraries that the other one uses."""
+    """Runs the fork. It exits without cleaning up libraries that the other process uses."""
     code = 1
     try:
         for sig in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sig, signal.SIG_IGN)  # the other process gets them, and tells
-        torch.set_num_threads(1)  # the threads of torch's pool are not here
+            signal.signal(sig, signal.SIG_IGN)  # the other process handles them and sends "drain"
+        torch.set_num_threads(1)  # a fork does not have the threads of torch's pool
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         remote = RemoteLLM(llm, Link(link))
         _server(remote, config, ready, place).run(sockets=[place])
@@ -120,7 +121,7 @@ def _answer(
 
 
 class Server(uvicorn.Server):
-    """Says when it listens; a signal drains it: it answers new requests with 503 meanwhile."""
+    """Reports when it listens; a signal drains it, and new requests then get 503."""
 
     def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(settings)
@@ -128,7 +129,7 @@ class Server(uvicorn.Server):
         self._drains_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal drains, a second ends at once; uvicorn's own raises it again later."""
+        """The first signal drains, the second ends at once; uvicorn's handler would re-raise it."""
         if self._drains_until is None:
             self._state.admission.is_draining = True
             self._drains_until = time.monotonic() + self._state.config.drain_timeout
@@ -136,7 +137,7 @@ class Server(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """As uvicorn's, ten times a second; whether to stop."""
+        """Extends uvicorn's, which runs ten times a second; returns whether to stop."""
         stops = await super().on_tick(counter)
         if self._drains_until is None:
             return stops
@@ -144,12 +145,12 @@ class Server(uvicorn.Server):
         return stops or is_idle or time.monotonic() > self._drains_until
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
+        """Extends uvicorn's."""
         llm = self._state.llm
         if isinstance(llm, RemoteLLM):
             await llm.open(
                 drain=lambda: self.handle_exit(signal.SIGTERM, None),
-                # Without its clean-up: another server may want the port at once.
+                # Skips the clean-up, because another server may need the port at once.
                 lost=lambda: os._exit(1),
             )
         await super().startup(sockets)
@@ -157,7 +158,7 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; open connections get 503 for what they ask from now on."""
+        """Extends uvicorn's; open connections get 503 for new requests."""
         self._state.admission.is_draining = True
         await super().shutdown(sockets)
         if self._state.traces is not None:
@@ -165,7 +166,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's; a process that another one tells when to end has none of its own."""
+        """As uvicorn's, except that a process with a remote engine does not handle signals."""
         if isinstance(self._state.llm, RemoteLLM):
             yield
         else:
@@ -179,7 +180,7 @@ class Server(uvicorn.Server):
 
 
 def listening(config: ServerConfig) -> socket.socket:
-    """A socket at the address; ConfigError if it cannot be had."""
+    """A socket bound to the address; ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     place = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,4 +1,4 @@
-"""How a server listens, whom it lets in and how much it takes."""
+"""A server's address, access and limits."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class ServerConfig:
         None,
         "folder of a sentence encoder, to find documents by their meaning; None: by their words",
     )
+    stream_interval: float = setting(
+        0.05,
+        "seconds that a stream's tokens may wait to be sent together when many streams run; "
+        "0: none waits",
+    )
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
     tool_parser: str = setting(
@@ -49,6 +54,8 @@ class ServerConfig:
             value = getattr(self, name)
             good = value is None or (is_number(value) and value > 0)
             require(good, name, value, right)
+        good = is_number(self.stream_interval) and 0 <= self.stream_interval <= 1
+        require(good, "stream_interval", self.stream_interval, "seconds from 0 to 1")
         good = self.log_format in LOG_FORMATS
         require(good, "log_format", self.log_format, " or ".join(LOG_FORMATS))
         known = ("auto", *FORMATS)
@@ -62,7 +69,7 @@ class ServerConfig:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can be meant by a host."""
+    """Whether a host name can only mean this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What all requests of a server share."""
+"""State shared by all requests of a server."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from keyhole.server.settings import ServerConfig
 class State:
     """The engine behind the server, its limits and its counters.
 
-    llm: its `llm.llm` may be a copy of one in another process: only settings may be read from it.
-    traces: None: no traces; a server of your own may set it. storing: held while a document is
-    taken.
+    llm: its `llm.llm` may be a copy of one in another process: read only its settings. traces:
+    None: no traces; a custom server may set it. storing: held while a document is accepted.
     """
 
     llm: AsyncLLM
@@ -56,12 +55,12 @@ class State:
 
     @property
     def documents(self) -> Documents:
-        """Those that are stored; ConfigError for a model that cannot have any."""
+        """The stored documents; ConfigError for a model that does not support them."""
         return self.llm.documents
 
     @cached_property
     def retriever(self) -> Retriever:
-        """Finds documents by their words, or with an encoder by their meaning."""
+        """Finds documents by words or, with an encoder, by meaning."""
         folder = self.documents.store.folder
         if self.encoder is not None:
             return EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
@@ -69,16 +68,16 @@ class State:
 
     @cached_property
     def encoding(self) -> DocumentQueue:
-        """Documents on their way into the store."""
+        """The queue of documents to be stored."""
         return DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
 
     def update_search(self) -> None:
-        """Makes what searches find what is stored."""
+        """Updates the search index to the stored documents."""
 
         def text(name: str) -> str | None:
             try:
                 return self.documents.text(name)
-            except KeyholeError:  # damaged, or removed just now; the others are found
+            except KeyholeError:  # damaged or just removed; the others are found
                 return None
 
         self.retriever.update(self.documents.list(), text)
@@ -87,12 +86,12 @@ class State:
         try:
             sizes = {info.name: info.size_bytes for info in self.documents.list()}
             return sizes, [job.status for job in self.encoding.jobs().values()]
-        except KeyholeError:  # this model cannot have any, or the store cannot be read
+        except KeyholeError:  # the model does not support documents, or the store is unreadable
             return None
 
     @property
     def name(self) -> str:
-        """Of the model, as clients know it."""
+        """The model's name for clients."""
         return self.config.served_model_name or str(self.llm.llm.engine.model.name)
 
     @property
@@ -102,21 +101,21 @@ class State:
 
     @property
     def most_tokens(self) -> int:
-        """New tokens of a request that names no limit: as many as the model takes."""
+        """The most new tokens of a request without a limit: as many as the model takes."""
         return int(self.llm.llm.engine.max_length)
 
     def asked(self, prompt: Any) -> None:
-        """Keeps a prompt for the log, if prompts are logged."""
+        """Records a prompt for the log, if prompts are logged."""
         if self.config.log_prompts:
             logs.asked(prompt)
 
     def finished(self, result: Result) -> None:
-        """Counts a completion, and notes it for the log."""
+        """Counts a completion and records it for the log."""
         self.metrics.finished(result)
         logs.finished(result)
 
     def check_model(self, name: str | None) -> None:
-        """ApiError 404 for another model than the one that is served."""
+        """ApiError 404 for a model other than the one that is served."""
         if name is not None and name != self.name:
             raise ApiError(
                 404,
@@ -137,12 +136,12 @@ class State:
             )
 
     def timeout(self, asked: float | None) -> float | None:
-        """Seconds that a request may take; None: as long as it needs."""
+        """Seconds that a request may take; None: no limit."""
         limits = [limit for limit in (asked, self.config.timeout) if limit is not None]
         return min(limits, default=None)
 
 
 def state_of(request: Request) -> State:
-    """The state of the server that got this request."""
+    """The state of the server that received this request."""
     state: State = request.app.state.keyhole
     return state

@@ -1,7 +1,7 @@
-"""What the model sees when: short rows and the plainest look-up first, long texts later.
+"""The order of the training data: short rows and the simplest look-up first, long texts later.
 
-Everything follows from the step's number and the seed alone, so an interrupted run continues with
-exactly the rows it would have seen; other processes can write them ahead of time.
+The data of a step depends only on its number and the seed, so an interrupted run resumes with
+exactly the rows it would have seen; worker processes can generate them ahead of time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_POSITION = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stretch of the training; `until` counts tokens from the beginning."""
+    """A stage of the training; `until` counts tokens from the beginning."""
 
     until: float
     batch: int
@@ -81,7 +81,7 @@ class TrainingBatch:
     """The token that follows each of them."""
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """Give the batch on another device."""
+        """Copy the batch to a device."""
         return TrainingBatch(
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
@@ -91,7 +91,7 @@ class TrainingBatch:
 
 
 def stage_at(tokens: int) -> Stage:
-    """Give the stage in which the token number `tokens` is seen."""
+    """Return the stage in which the token number `tokens` is seen."""
     return next(stage for stage in STAGES if tokens < stage.until)
 
 
@@ -100,7 +100,7 @@ def _choose(rng: Random, weights: dict[int, float]) -> int:
 
 
 def _positions(rng: Random, tokens: list[int], length: int, reach: int) -> list[int]:
-    """Count from 0, in most rows with jumps at some sentence starts, up to `reach` in all."""
+    """Count from 0, in most rows with jumps at some sentence starts, `reach` at most in total."""
     gaps = [0] * length
     spare = min(max(reach, length), MAX_POSITION) - length
     if rng.random() < 0.7 and spare > 0:
@@ -138,19 +138,19 @@ def batch_of(rows: list[Row], length: int, rng: Random, reach: int) -> TrainingB
 
 
 def row_length(seed: int, step: int, stage: Stage) -> int:
-    """Give the length of all rows in a step, the same for all processes."""
+    """Return the length of all rows in a step, the same for all processes."""
     return _choose(Random(f"{seed}/{step}"), stage.lengths)
 
 
 def num_rows(stage: Stage, length: int) -> int:
-    """Give the number of rows of one process in one step."""
+    """Return the number of rows of one process in one step."""
     return max(1, stage.batch // length)
 
 
 def stream_row(rng: Random, length: int) -> Row:
-    """Write facts of which about half restate an earlier one; its value is to be predicted.
+    """Write facts; about half restate an earlier one, whose value is to be predicted.
 
-    The plainest form of the look-up, from which the model takes off within a million words.
+    This is the simplest form of the look-up; the model learns it within a million words.
     """
     row: Row = ([BOS], [False])
     known: list[tuple[str, str, str]] = []
@@ -178,7 +178,7 @@ KINDS: dict[str, Callable[[Random, int], Row]] = {"stream": stream_row, **ROWS}
 
 
 def training_batch(seed: int, step: int, rank: int, stage: Stage) -> TrainingBatch:
-    """Give the rows of one process in one step."""
+    """Return the rows of one process in one step."""
     length = row_length(seed, step, stage)
     rng = Random(f"{seed}/{step}/{rank}")
     mix = {kind: w for kind, w in stage.mix.items() if kind != "walk" or length <= LONGEST_WALK}
@@ -193,7 +193,7 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class FeedRows(Dataset[TrainingBatch]):
-    """What one process sees in every step."""
+    """The batches of one process, by step."""
 
     seed: int
     rank: int
@@ -201,12 +201,12 @@ class FeedRows(Dataset[TrainingBatch]):
     batch_scale: int
 
     def __getitem__(self, place: _Place) -> TrainingBatch:
-        """Give the batch of a step."""
+        """Return the batch of a step."""
         step, tokens = place
         return training_batch(self.seed, step, self.rank, self._stage(tokens))
 
     def from_step(self, step: int, tokens: int, num_workers: int = 0) -> Iterator[TrainingBatch]:
-        """Give the batches from a step on, for ever; the workers, if any, work ahead."""
+        """Yield the batches from a step on, without end; workers, if any, prepare them ahead."""
         places = self._places(step, tokens)
         return iter(DataLoader(self, sampler=places, batch_size=None, num_workers=num_workers))
 

@@ -1,13 +1,13 @@
-"""How well a model does: the share of items answered exactly right, by task.
+"""Evaluates a model: the share of items answered exactly right, by task.
 
     python -m recipes.tiny_model.examination [--checkpoint DIR] [--items 100]
 
-The right answer is put behind the prompt and every word of it must be the model's first choice,
-which is the same as greedy generation giving it, in one forward pass. During training this is the
-examination. The command fills the table of the bundled model's card, task by length: transformers
-alone runs the model, so that the table says nothing about our engine; questions of eight tasks
-share one context, which is read once; every finished cell is written down, and the command
-continues where it stopped.
+The right answer is appended to the prompt, and each of its words must be the model's first choice.
+One forward pass then gives the same verdict as greedy generation. Training uses this as its
+examination. The command fills the table of the bundled model's card, task by length. The model runs
+in transformers alone, so the table is independent of our engine. Questions of eight tasks share
+one context, which is read once. Every finished cell is saved, and the command resumes where it
+stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKENS = 8192
 
 
 def batch_of_items(items: list[Item]) -> TrainingBatch:
-    """Give items with their answers as rows, padded at the end to the longest one."""
+    """Return items with their answers as rows, padded at the end to the longest one."""
     rows, marks = [], []
     for item in items:
         prompt = [WORD_IDS[word] for word in [BOS, *item.prompt.split()]]
@@ -58,7 +58,7 @@ def batch_of_items(items: list[Item]) -> TrainingBatch:
 def exactly_right(
     weights: dict[str, Tensor], config: LlamaConfig, items: list[Item], dtype: torch.dtype
 ) -> list[bool]:
-    """Tell for each item whether greedy generation would give its whole answer."""
+    """Return for each item whether greedy generation would give its whole answer."""
     device = weights["model.norm.weight"].device
     batch = batch_of_items(items).to(device)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def examine(
     part: int = 0,
     parts: int = 1,
 ) -> Tensor:
-    """Count the right answers per task, `[tasks]`, among this part's share of the items."""
+    """Count the right answers per task, `[tasks]`, among this process's share of the items."""
     counts = torch.zeros(len(TASKS))
     at_once = max(1, _TOKENS // length)
     for row, task in enumerate(TASKS):
@@ -103,14 +103,14 @@ _LONGEST_WALK = 2048
 
 
 class ContextReader:
-    """The model, and the context that it has read."""
+    """The model and the context that it has read."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def right(self, items: Iterable[Item]) -> list[bool]:
-        """Tell of each item whether its whole answer is right; all must share one context."""
+        """Return for each item whether its whole answer is right; all must share one context."""
         items = list(items)
         context = _ids(f"{BOS} {items[0].context}")
         past = DynamicCache(config=self._model.config)
@@ -128,12 +128,12 @@ class ContextReader:
 def table_cells(
     reader: ContextReader, length: int, items: int, known: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Give the cells of one length as they are done, but for the tasks that are known."""
+    """Yield the cells of one length as they finish, except for the known tasks."""
     together: dict[str, list[bool]] = {}
     for seed in _bar(0 if _LAST_SHARED in known else items, f"shared {length}"):
         asked = shared(length, seed)
         for item, correct in zip(asked, reader.right(asked), strict=True):
-            # The shared context is cut into documents: one fact of it is the task docs1.
+            # For the task docs1 the shared context is cut into documents.
             task = "docs1" if item.task == "recall" else item.task
             together.setdefault(task, []).append(correct)
     for task, right in together.items():
@@ -158,7 +158,7 @@ def _ids(text: str) -> list[int]:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """Give the table as Markdown: percent right and its 95 % interval; bold where under 90 %."""
+    """Return the table as Markdown: percent right and its 95 % interval; bold below 90 %."""
     known = {(cell["task"], cell["length"]): cell for cell in found}
     lengths = sorted({cell["length"] for cell in found})
     lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---" * (len(lengths) + 1) + "|"]
@@ -170,7 +170,7 @@ def render(found: list[dict[str, Any]]) -> str:
 
 
 def card(text: str, found: list[dict[str, Any]]) -> str:
-    """Give a model card with the table between its two marks brought up to date."""
+    """Return a model card with the table between its two marks replaced."""
     before, _, rest = text.partition(_BEGIN)
     return f"{before}{_BEGIN}\n{render(found)}{_END}{rest.partition(_END)[2]}"
 
@@ -183,7 +183,7 @@ def _entry(cell: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Fill in what is missing and write the table."""
+    """Measure the missing cells and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--checkpoint", type=Path, default=_DEFAULT)
     parser.add_argument("--items", type=int, default=100)

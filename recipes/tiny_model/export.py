@@ -1,4 +1,4 @@
-"""Turns a training snapshot into a standard Llama folder that any loader understands.
+"""Exports a training snapshot as a standard Llama folder that any loader understands.
 
 python -m recipes.tiny_model.export --run runs/tiny --out keyhole/models/tiny/keyhole-tiny
 """
@@ -21,7 +21,7 @@ from recipes.tiny_model import trainer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Give the word-level tokenizer, complete with chat template, ready for `save_pretrained`."""
+    """Return the word-level tokenizer with its chat template, ready for `save_pretrained`."""
     tokenizer = Tokenizer(WordLevel(WORD_IDS, unk_token=PAD))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(
@@ -42,9 +42,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def export(run: Path, out: Path) -> None:
-    """Write weights (float32), configuration and tokenizer to `out`, replacing what was there.
+    """Write weights (float32), configuration and tokenizer to `out`, replacing its contents.
 
-    The new folder takes the old one's place by renaming, so a reader never sees half of it.
+    The new folder replaces the old one by renaming, so a reader never sees a partial folder.
     """
     state = trainer.load_snapshot(run)
     model = LlamaForCausalLM(trainer.config_of(state)).float()
@@ -63,7 +63,7 @@ def export(run: Path, out: Path) -> None:
         new, old = Path(folder) / "new", Path(folder) / "old"
         model.save_pretrained(new)
         build_tokenizer().save_pretrained(new)
-        for path in (new, *new.iterdir()):  # some are written for their owner only
+        for path in (new, *new.iterdir()):  # some are created readable only by their owner
             path.chmod(0o755 if path.is_dir() else 0o644)
         if out.exists():
             out.rename(old)

@@ -1,26 +1,24 @@
-"""The direction that all embeddings share, and why training must leave it alone.
+"""The initial weights, with half of the look-up built in, and the direction all embeddings share.
 
-The heads that look 1, 2, 3 and 4 tokens back score a token by what it has in this direction, the
-neighbouring token a tenth less. A word whose share falls by more than that is never looked at
-again: its neighbour takes all of the weight, a softmax that sharp gives no gradient, and no walk
-through that word is ever right. Free training did that to 6 of 320 names within two million
-tokens (benchmarks/LOG.md), so the share is held.
+The heads that look 1, 2, 3 and 4 tokens back score a token by its component along this direction;
+a neighbouring token scores a tenth less. If a word's component shrinks by more than that, its
+neighbour takes all of the weight, so sharp a softmax gives no gradient, and the word is never
+attended to again: no look-up through it is right. Unconstrained training did that to 6 of 320 names
+within two million tokens (benchmarks/LOG.md), so the component is held fixed.
 
-Where the training starts: with half of the look-up built in.
-
-A model this small, trained for an hour on a CPU, does not discover by itself how to look something
-up; from here it needs a hundred thousand tokens. Three things are set, all else is random, and
-everything is trained freely afterwards, but for what `shared` holds:
+A model this small, trained for an hour on a CPU, does not learn look-ups from random weights; from
+these it needs a hundred thousand tokens. Three things are set and all else is random. Afterwards
+everything is trained freely, except the component along `shared`:
 
 * In layer 0, the four query heads of the first key-value head look exactly 1, 2, 3 and 4 tokens
-  back, and write a small code of the token they find there into four separate subspaces.
-* In the match layers, the first key-value head compares: the key says "two back stood ENTITY, one
-  back stood VERB", the query "one back stands ENTITY, here stands VERB". They agree where the
-  value stands that is looked for.
-* All other output projections start at zero, so these codes reach the match layers unblurred.
+  back, and write a small code of the token there into four separate subspaces.
+* In the match layers, the first key-value head compares: the key encodes "ENTITY was two back, VERB
+  was one back", the query "ENTITY is one back, VERB is here". They agree at the token that holds
+  the value.
+* All other output projections start at zero, so these codes reach the match layers unchanged.
 
-Llama has no biases. A direction that all embeddings share takes their place (`shared`): what a head
-reads from it is a constant.
+Llama has no biases. A direction that all embeddings share (`shared`) replaces them: a head reads a
+constant from it.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ SHARE = 0.5**0.5
 
 
 def basis(config: LlamaConfig, generator: torch.Generator) -> Tensor:
-    """Give random orthonormal directions of the residual stream, `[hidden, hidden]`."""
+    """Return random orthonormal directions of the residual stream, `[hidden, hidden]`."""
     size = config.hidden_size
     random = torch.randn(size, size, generator=generator) / size**0.5
     directions: Tensor = torch.linalg.qr(random)[0]
@@ -45,14 +43,14 @@ def basis(config: LlamaConfig, generator: torch.Generator) -> Tensor:
 
 
 def shared_direction(config: LlamaConfig, seed: int) -> Tensor:
-    """Give the direction, `[hidden]`: the first one of the seed's basis."""
+    """Return the shared direction, `[hidden]`: the first of the seed's basis."""
     return basis(config, torch.Generator().manual_seed(seed))[0]
 
 
 def hold_share(embedding: Tensor, shared: Tensor) -> None:
-    """Make the part of each row along `shared` as long as the rest of the row, in place.
+    """Scale the component of each row along `shared` to the norm of the rest, in place.
 
-    Rows may turn and grow freely otherwise. That the two parts are equal is `SHARE`.
+    Rows may otherwise change freely. `SHARE` expresses that both parts are equal.
     """
     with torch.no_grad():
         rest = embedding - (embedding @ shared)[:, None] * shared
@@ -75,7 +73,7 @@ _SLOW = 6
 
 
 def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
-    """Give all parameters, float32, under the names of `LlamaForCausalLM`."""
+    """Return all parameters, float32, under the names of `LlamaForCausalLM`."""
     generator = torch.Generator().manual_seed(seed)
     size, hidden = config.head_dim, config.hidden_size
 
@@ -86,8 +84,8 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     shared, code = directions[0], directions[1 : 1 + size]
     codes_back = directions[1 + size : 1 + 5 * size].view(4, size, hidden)
 
-    # Embeddings stay out of the subspaces that the codes will be written to. All codes have the
-    # same length: a name with a shorter one would lose every match against some other name.
+    # Embeddings are zero in the subspaces that the codes are written to. All codes have the same
+    # norm: a name with a smaller one would lose every match against some other name.
     slow = _slow(size)
     code = code * slow[:, None]
     own = directions[1 + 5 * size :]
@@ -114,7 +112,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
             prefix + "mlp.down_proj.weight": torch.zeros(hidden, config.intermediate_size),
         }
 
-    # How long the code is that a head reads from a normalised embedding.
+    # The norm of the code that a head reads from a normalised embedding.
     read = math.sqrt(hidden) * math.sqrt(1 - SHARE**2) * math.sqrt(share)
     first = "model.layers.0.self_attn."
     _look_back(weights, first, config, shared)
@@ -124,7 +122,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
         weights[first + "o_proj.weight"][:, columns] = codes_back[head].T
 
     one_back, two_back = codes_back[:2]
-    # The token's own code is read from its embedding, where it is longer than as written.
+    # The token's own code is read from its embedding, where its norm is larger than when written.
     here = code * (_WRITTEN / (read / math.sqrt(hidden)))
     for layer in MATCH_LAYERS:
         turn = torch.zeros(size, size)
@@ -136,7 +134,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
 
 
 def _slow(size: int) -> Tensor:
-    """Tell which numbers of a head turn slowly, bool [D]."""
+    """Return which dimensions of a head rotate slowly, bool [D]."""
     return torch.arange(size) % (size // 2) >= _SLOW
 
 
@@ -162,10 +160,10 @@ def _look_back(
 def _match(
     weights: dict[str, Tensor], prefix: str, config: LlamaConfig, query: Tensor, key: Tensor
 ) -> None:
-    """Let two query heads compare contents, in the slow rotations only; one strictly, one less."""
+    """Let two query heads compare contents, in slow rotations only, one of them more strictly."""
     size = config.head_dim
     slow = _slow(size)
-    # Residual stream at a match layer: an embedding of length 1 and four written codes.
+    # The residual stream at a match layer is an embedding of norm 1 plus four written codes.
     scale = config.hidden_size / (1 + 4 * _WRITTEN**2)
     full = 2 * scale * _WRITTEN**2 / math.sqrt(size)
     gain = math.sqrt(_MATCH_SCORE / full)

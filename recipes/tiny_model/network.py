@@ -1,12 +1,12 @@
 """The model's size, and the forward pass used in training.
 
-Llama without what training on short answers does not need. Same parameters under the same names as
-`LlamaForCausalLM`, hence the same function (a test compares the logits). But logits are made only
-where an answer is supervised, and weights are cast once per step to the working precision. On a CPU
-attention is our own, two to three times as fast as the library's: queries are taken in chunks, each
-against the keys up to its own end, so that half of the products are never made; the query heads
-that share a key head are stacked into one matrix product. The probabilities are kept for the
-backward pass, which needs nothing else.
+This is Llama reduced to what training on short answers needs. It has the parameters and names of
+`LlamaForCausalLM`, hence the same function (a test compares the logits). Logits are computed only
+where an answer is supervised, and weights are cast once per step to the working precision. On a
+CPU, our own attention is two to three times as fast as torch's: each chunk of queries attends only
+to the keys up to its end, which saves half of the products, and the query heads of a key head are
+stacked into one matrix product. The probabilities are kept for the backward pass, which needs
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from recipes.tiny_model.curriculum import TrainingBatch
 def llama_config(
     num_layers: int = 6, hidden_size: int = 192, rope_theta: float = 1e8
 ) -> LlamaConfig:
-    """Give the configuration of a model with `num_layers` layers.
+    """Return the configuration of a model with `num_layers` layers.
 
-    `rope_theta` divides the 16 rotations of a head of 32 numbers: 5 fast ones to count back by
-    without mistaking a distance for another (1e10 leaves 4, too few: see benchmarks/LOG.md), the
-    slow ones, which hardly turn over thousands of tokens, to compare contents by.
+    `rope_theta` splits the 16 rotations of a head of 32 numbers: 5 fast ones distinguish distances
+    (1e10 leaves 4, too few: see benchmarks/LOG.md), and the slow ones, which hardly rotate over
+    thousands of tokens, compare contents.
     """
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -101,7 +101,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend `[B, Hq, T, D]` over `[B, Hkv, T, D]` causally; gives `[B, Hq, T, D]`."""
+    """Attend `[B, Hq, T, D]` over `[B, Hkv, T, D]` causally; returns `[B, Hq, T, D]`."""
     rows, num_heads, length, size = queries.shape
     num_kv = keys.shape[1]
     stacked = (queries * size**-0.5).reshape(rows * num_kv, num_heads // num_kv, length, size)
@@ -117,7 +117,7 @@ Weights = dict[str, Tensor]
 
 
 def _rotations(positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Give RoPE's cosines and signed sines, `[B, T, 1, D]`, for `positions` `[B, T]`."""
+    """Return RoPE's cosines and signed sines, `[B, T, 1, D]`, for `positions` `[B, T]`."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
     frequencies = config.rope_parameters["rope_theta"] ** -half.float()
     angles = positions[..., None, None].float() * frequencies
@@ -166,7 +166,7 @@ def _layer(
 def supervised_logits(
     weights: Weights, batch: TrainingBatch, config: LlamaConfig, dtype: torch.dtype
 ) -> Tensor:
-    """Give the logits `[n, vocabulary]`, float32, at the supervised places of a batch."""
+    """Return the logits `[n, vocabulary]`, float32, at the supervised tokens of a batch."""
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     embedding = cast["model.embed_tokens.weight"]
     turns = _rotations(batch.positions, config, dtype)

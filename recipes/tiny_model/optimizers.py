@@ -1,6 +1,6 @@
 """Muon for the matrices, AdamW for the embedding and the norms, and their learning rate.
 
-The rate is constant in tokens, then a long straight line down to zero.
+The rate is constant, then decays linearly to zero in tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DECAY_SHARE = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A factor on the learning rate for every number of tokens seen."""
+    """A factor on the learning rate, by the number of tokens seen."""
 
     total: int
     """Tokens after which the rate is zero and the training ends."""
@@ -27,7 +27,7 @@ class Schedule:
     """The factor before it, and at its start."""
 
     def factor(self, tokens: int) -> float:
-        """Give the factor after `tokens` tokens."""
+        """Return the factor after `tokens` tokens."""
         line = (self.total - tokens) / max(1, self.total - self.decay_from)
         return self.peak * max(0.0, min(1.0, line)) * min(1.0, (tokens + 1) / _WARM_UP)
 
@@ -36,14 +36,14 @@ class Schedule:
         return Schedule(total=tokens + more, decay_from=tokens, peak=self.factor(tokens))
 
     def stretched(self, tokens: int, total: int) -> Schedule:
-        """End at another total, without a jump where the line has already begun."""
+        """Return the schedule with another total, without a jump if the decay has begun."""
         if tokens <= self.decay_from:
             return planned(total)
         return self.cooled_down(tokens, total - tokens)
 
 
 def planned(total: int) -> Schedule:
-    """Give the schedule of a whole run of `total` tokens."""
+    """Return the schedule of a whole run of `total` tokens."""
     return Schedule(total=total, decay_from=round(total * (1 - _DECAY_SHARE)))
 
 
@@ -52,7 +52,7 @@ _ADAMW_RATE = 1.5e-3
 
 
 class Optimizers:
-    """Both optimizers over the parameters of the model."""
+    """Both optimizers, over the parameters of the model."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         matrices = [w for name, w in weights.items() if name.endswith("proj.weight")]
@@ -63,7 +63,7 @@ class Optimizers:
         )
 
     def step(self, factor: float) -> None:
-        """Change the parameters by their gradients, at `factor` times the full rates."""
+        """Update the parameters, at `factor` times the full learning rates."""
         torch.nn.utils.clip_grad_norm_(self._rest, 1.0)
         for optimizer, rate in ((self._muon, _MUON_RATE), (self._adamw, _ADAMW_RATE)):
             for group in optimizer.param_groups:
@@ -72,10 +72,10 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state(self) -> list[dict[str, Any]]:
-        """Give everything that the next step depends on besides the parameters."""
+        """Return everything that the next step depends on except the parameters."""
         return [self._muon.state_dict(), self._adamw.state_dict()]
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        """Go on from a `state`."""
+        """Resume from a `state`."""
         self._muon.load_state_dict(state[0])
         self._adamw.load_state_dict(state[1])

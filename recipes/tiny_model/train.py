@@ -5,8 +5,8 @@
     python -m recipes.tiny_model.train --ranks 2 --resume --cooldown 5e6
 
 The run ends after `--tokens`, when the learning rate has reached zero; `--minutes`, Ctrl-C and
-SIGTERM end it early with a snapshot, from which `--resume` goes on as if nothing had happened.
-When time runs out, `--cooldown` brings the rate down to zero within that many more tokens.
+SIGTERM end it early with a snapshot, from which `--resume` continues exactly.
+When time runs out, `--cooldown` decays the rate to zero within that many more tokens.
 `export` turns the last snapshot into a model folder.
 """
 
@@ -20,7 +20,7 @@ import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-# Before torch starts its threads: waiting ones must not spin on a core that others need.
+# Set before torch starts its threads: idle ones must not spin on a core that others need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from torch.multiprocessing.spawn import spawn
@@ -43,7 +43,7 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: Event) -> None:
         initial=trainer.tokens,
         unit="token",
         unit_scale=True,
-        disable=None if ranks.leads else True,  # None: where nobody watches
+        disable=None if ranks.leads else True,  # None: no bar without a terminal
     )
     for batch in trainer.batches():
         over = settings.minutes is not None and time.monotonic() - started > 60 * settings.minutes
@@ -78,14 +78,14 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: Event) -> None:
 
 
 def _run_rank(rank: int, settings: TrainerSettings, stop: Event, meeting_point: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with joined(rank, settings.ranks, meeting_point) as ranks:
         run(settings, ranks, stop)
 
 
 def train(settings: TrainerSettings) -> None:
-    """Run the training in as many processes as the settings say."""
+    """Run the training in the number of processes that the settings give."""
     settings.out.mkdir(parents=True, exist_ok=True)
     if (settings.out / SNAPSHOT_FILE).exists() and not settings.resume:
         raise ValueError(f"{settings.out} holds a run; resume it or choose another folder")

@@ -1,8 +1,8 @@
-"""One training run: its state, a step, an examination, a snapshot; in one or a few processes.
+"""One training run: state, steps, examinations and snapshots; in one or several processes.
 
-Two processes of one thread each outrun one process of two threads where matrices are this small,
-and suffer less when the machine is busy. Snapshots are written beside the old one and renamed, so
-that one is always whole.
+With matrices this small, two processes of one thread each are faster than one process with two
+threads, and less affected by a busy machine. A snapshot is written under another name and renamed,
+so that there is always a complete one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Ranks:
         return self.rank == 0
 
     def add_up(self, values: Tensor) -> None:
-        """Replace `values` by the sum over all processes."""
+        """Replace `values` with the sum over all processes."""
         if self.count > 1:
             dist.all_reduce(values)
 
 
 @contextmanager
 def joined(rank: int, count: int, meeting_point: Path) -> Iterator[Ranks]:
-    """Meet the other processes through a file that did not exist before, and part in the end.
+    """Join the other processes through a new file, and leave together at the end.
 
-    A process that ends while its peers still talk to it would be aborted by its own threads.
+    If a process ended while its peers still communicate with it, its own threads would abort it.
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -104,7 +104,7 @@ def load_snapshot(folder: Path) -> dict[str, Any]:
 
 
 def config_of(state: dict[str, Any]) -> LlamaConfig:
-    """Give the configuration of the model in a snapshot."""
+    """Return the configuration of the model in a snapshot."""
     return llama_config(num_layers(state["weights"]), rope_theta=state["rope_theta"])
 
 
@@ -134,7 +134,7 @@ class TrainerSettings:
 
 
 class Trainer:
-    """The state of a run between two steps, and how to take one."""
+    """The state of a run between two steps."""
 
     def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
         self.settings = settings
@@ -166,7 +166,7 @@ class Trainer:
         return schedule
 
     def batches(self) -> Iterator[TrainingBatch]:
-        """Give the batches from the present step on; workers, if any, prepare them ahead."""
+        """Yield the batches from the current step on; workers, if any, prepare them ahead."""
         rows = FeedRows(
             seed=self.seed,
             rank=self.ranks.rank,
@@ -176,7 +176,7 @@ class Trainer:
         return rows.from_step(self.step, self.tokens, self.settings.workers)
 
     def train_step(self, batch: TrainingBatch, stop: bool) -> tuple[float, bool]:
-        """Take one step; give the loss, and whether any process wants to stop."""
+        """Run one step; return the loss, and whether any process wants to stop."""
         batch = batch.to(self.device)
         logits = supervised_logits(self.weights, batch, self.config, torch.bfloat16)
         loss = F.cross_entropy(logits, batch.targets, reduction="sum")
@@ -198,7 +198,7 @@ class Trainer:
         return total_loss / total_targets, stops > 0
 
     def examine(self) -> dict[str, dict[str, float]]:
-        """Give the share of exact answers by length and task, over the items of all processes."""
+        """Return the share of exact answers by length and task, over the items of all processes."""
         scores = {}
         for length in self.settings.examine_lengths:
             counts = examine(

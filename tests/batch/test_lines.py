@@ -39,7 +39,7 @@ def test_a_good_line_is_its_request() -> None:
         (GOOD | {"body": {"stream": True}}, "invalid_request", "no streams"),
     ],
 )
-def test_a_bad_line_says_what_would_be_right(given: Any, code: str, says: str) -> None:
+def test_a_bad_line_is_an_error_with_advice(given: Any, code: str, says: str) -> None:
     found = read_request(line(given)).problem
     assert found is not None
     assert found[0] == code

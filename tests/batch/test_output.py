@@ -46,7 +46,7 @@ def test_wherever_a_run_was_cut_off_the_next_one_completes_the_file(
     assert path.read_bytes() == whole
 
 
-def test_errors_are_told_from_answers(tmp_path: Path) -> None:
+def test_errors_are_distinguished_from_answers(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     bad = entry(2) | {"response": None, "error": {"code": "invalid_json", "message": "line 2"}}
     with BatchOutput(path) as file:
@@ -85,7 +85,7 @@ def test_a_second_run_is_refused_while_the_first_one_writes(tmp_path: Path) -> N
         pass
 
 
-def test_a_full_disk_leaves_whole_lines_and_says_so(
+def test_a_full_disk_leaves_whole_lines_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.jsonl"

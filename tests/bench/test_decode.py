@@ -67,7 +67,9 @@ def test_a_line_has_a_result_for_every_system_and_context(line: dict[str, Any]) 
     assert all(r["ratio_to_peer"] == 1 for r in results if r["system"] == decode.REFERENCE)
 
 
-def test_a_line_says_what_was_measured(ran: tuple[dict[str, Any], list[Any]]) -> None:
+def test_a_line_has_the_conditions_of_its_measurement(
+    ran: tuple[dict[str, Any], list[Any]],
+) -> None:
     line, reported = ran
     assert line["settings"]["contexts"] == (48, 64)
     assert line["read_bytes_per_s"] > 0
@@ -80,7 +82,7 @@ def test_a_line_says_what_was_measured(ran: tuple[dict[str, Any], list[Any]]) ->
     assert [found for found, _ in reported] == [line["results"][:5], line["results"][5:]]
 
 
-def test_memory_is_stated_beside_the_peak(line: dict[str, Any]) -> None:
+def test_the_predicted_memory_is_stored_with_the_peak(line: dict[str, Any]) -> None:
     for result in line["results"]:
         parts = line["program_bytes"], line["weight_bytes"]
         parts += result["cache_bytes"], result["workspace_bytes"]
@@ -180,7 +182,7 @@ def test_a_peer_has_the_same_past_at_every_step(systems: Any) -> None:
         assert peer.cost()["kv_bytes"] == 2 * (CONTEXT + 1) * peer._token_bytes
 
 
-def test_there_is_room_for_one_cache_of_transformers_but_not_for_two(
+def test_one_cache_of_transformers_fits_but_not_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deep = model.make_weights(settings(layers=8)).keyhole

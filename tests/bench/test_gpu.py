@@ -24,7 +24,7 @@ gpu.main()
 """
 
 
-def test_without_a_device_it_says_what_it_would_run() -> None:
+def test_without_a_device_it_lists_what_a_device_would_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAN],
         cwd=ROOT,
@@ -33,7 +33,7 @@ def test_without_a_device_it_says_what_it_would_run() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("no CUDA device here")
+    assert done.stdout.startswith("no CUDA device: dry run")
     assert "tests collected" in done.stdout
     for module in (
         "pytest tests/gpu",
@@ -47,7 +47,7 @@ def test_without_a_device_it_says_what_it_would_run() -> None:
     small = re.findall(r"^in small: (\d+) .* -m (.*)$", done.stdout, re.MULTILINE)
     assert {int(number) for number, _ in small} | {1} == set(gpu.ORDER)  # 1 needs triton
     assert ("4", "benchmarks.headlines --small --device cpu delta_figure_4") in small
-    assert done.stdout.endswith("a device would run this\n")
+    assert done.stdout.endswith("dry run passed\n")
 
 
 def test_every_part_has_a_number_and_a_place_in_the_order() -> None:
@@ -79,7 +79,7 @@ def test_every_test_file_for_a_device_is_in_one_part() -> None:
     }
 
 
-def test_a_failure_is_told_at_once(tmp_path: Path) -> None:
+def test_a_failure_is_printed_at_once(tmp_path: Path) -> None:
     """Also where a run is stopped in the next test."""
     (tmp_path / "test_two.py").write_text(
         "import os\ndef test_bad():\n    assert 1 == 2\ndef test_end():\n    os._exit(9)\n"
@@ -104,8 +104,8 @@ def test_what_there_is_no_time_for_is_named(
     assert gpu.run_parts((1, 13, 5, 2, 3), None, tmp_path)
     assert ran == [(1, 520), (13, 430), (2, 150)]  # its own limit, or what is left
     assert capsys.readouterr().out == (
-        "== part 5: spe_context_80gb_long_answer: not run: no time left, PART=5\n"
-        "== part 3: training of the bundled model: not run: no time left, PART=3\n"
+        "== part 5: spe_context_80gb_long_answer: skipped, no time left; run PART=5\n"
+        "== part 3: training of the bundled model: skipped, no time left; run PART=3\n"
     )
 
 
@@ -113,7 +113,7 @@ def test_an_argument_that_a_part_does_not_know_is_seen(capsys: pytest.CaptureFix
     command = [sys.executable, "-m", "json.tool", "--no-such-thing"]
     part = gpu.GpuPart(number=9, title="wrong", limit_s=1, least_s=1, commands=[command])
     assert not gpu.dry_run([part])
-    assert "could not run" in capsys.readouterr().out
+    assert "dry run FAILED" in capsys.readouterr().out
 
 
 def test_a_dry_run_fails_where_a_part_fails_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_dry_run_fails_where_a_part_fails_in_small(monkeypatch: pytest.MonkeyP
         assert gpu.dry_run([part]) == good
 
 
-def test_a_dry_run_says_that_there_is_no_triton(
+def test_a_dry_run_reports_a_missing_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)

@@ -110,7 +110,7 @@ def test_a_rival_slower_than_computing_everything_is_no_bar(rival: float, says: 
     assert ("takes 4.0 times as long as `recompute`" in row) == (rival < 1)
 
 
-def test_the_command_stores_a_line_where_it_is_told(
+def test_the_command_stores_a_line_in_the_given_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "lines.jsonl"

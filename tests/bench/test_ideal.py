@@ -43,7 +43,7 @@ def test_the_gain_is_a_ratio_of_bytes() -> None:
     assert found.gain == pytest.approx(dense / sparse)
 
 
-def test_the_papers_settings_have_room_for_these() -> None:
+def test_these_requests_fit_in_the_papers_settings() -> None:
     """As `throughput.most_requests` counted them from a model of that shape."""
     found = {
         name: ideal(one.settings)
@@ -54,7 +54,7 @@ def test_the_papers_settings_have_room_for_these() -> None:
     assert [round(one.gain, 2) for one in found.values()] == [2.44, 3.74, 1.14, 1.27]
 
 
-def test_the_page_says_what_is_out_of_reach() -> None:
+def test_the_page_names_unreachable_targets() -> None:
     text = "\n".join(section([]))
     lines = [line for line in text.splitlines() if line.startswith("- ") and "bytes" in line]
     assert len(lines) == 4

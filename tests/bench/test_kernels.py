@@ -45,7 +45,7 @@ def case(layer: Layer) -> Iterator[KernelCase]:
     cpu.use(before)
 
 
-def test_a_line_has_every_operation_on_every_path_and_beside_a_peer() -> None:
+def test_a_line_has_every_operation_on_every_path_and_by_a_peer() -> None:
     before, reported = cpu.current(), []
     line = benchmark.run(settings(), lambda found, _: reported.append(found))
     assert cpu.current() == before

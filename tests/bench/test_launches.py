@@ -58,7 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunAgain]:
     return recorder
 
 
-def test_only_steps_that_count_are_told(
+def test_only_steps_that_count_are_reported(
     weights: model.Weights, texts: list[list[int]], recorder: RunAgain
 ) -> None:
     system = ours(weights, texts)
@@ -107,7 +107,7 @@ def test_one_of_which_no_step_was_repeated_is_refused(
         checked("quest", system.engine, 0, CUDA)
 
 
-def test_what_cannot_be_recorded_is_told_and_not_refused(
+def test_steps_that_cannot_be_captured_are_reported_and_not_refused(
     weights: model.Weights, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "a test"
@@ -116,7 +116,7 @@ def test_what_cannot_be_recorded_is_told_and_not_refused(
     assert checked("quest", engine, 0, CUDA) == said(0, reason)
 
 
-def test_an_engine_that_was_told_not_to_is_not_refused(
+def test_an_engine_without_graphs_by_request_is_not_refused(
     weights: model.Weights, texts: list[list[int]]
 ) -> None:
     policy = Delta(token_budget=32)

@@ -1,4 +1,4 @@
-"""llama.cpp computes our model over our numbers; a stand-in in numpy does where it is absent."""
+"""llama.cpp computes our model over our numbers; a fake in numpy replaces it where it is absent."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_step_has_the_same_past() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_transformers_sits_beside_each_of_them() -> None:
+def test_transformers_runs_with_each_of_them() -> None:
     asked = settings(systems=("transformers_sdpa", "llama_cpp", "quest"), batch=1)
     line = run.run(asked, lambda *_: None)
     assert [r["system"] for r in line["results"]] == ["transformers_sdpa", "llama_cpp", "quest"]
@@ -158,7 +158,7 @@ def program(stand_in: None) -> Iterator[WorkerProcess]:
         yield running
 
 
-def test_what_fails_in_the_other_process_is_told(program: WorkerProcess) -> None:
+def test_a_failure_in_the_other_process_is_reported(program: WorkerProcess) -> None:
     arguments = {"path": "nowhere", "cells": 256, "batch": 1, "flash": True, "threads": 1}
     with pytest.raises(
         WorkerError, match=r"`load` failed: RuntimeError: llama\.cpp could not load"
@@ -168,7 +168,7 @@ def test_what_fails_in_the_other_process_is_told(program: WorkerProcess) -> None
         program.call("about", {})
 
 
-def test_a_process_that_is_killed_is_told(program: WorkerProcess) -> None:
+def test_a_killed_process_is_reported(program: WorkerProcess) -> None:
     program._process.kill()
     with pytest.raises(WorkerError, match="`about` ended the program: status -9"):
         program.call("about", {})
@@ -191,7 +191,7 @@ def test_numbers_are_the_same_whenever_they_are_asked_for() -> None:
     assert len({float(tensor[0, 0, 0]) for tensor in drawn}) == 8
 
 
-def test_ratios_are_taken_within_a_sitting() -> None:
+def test_ratios_are_taken_within_a_run() -> None:
     """The machine may be slower in one of them."""
 
     def measured(ms: float) -> SystemSteps:

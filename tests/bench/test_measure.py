@@ -1,4 +1,4 @@
-"""Where results go, and what is said of the machine."""
+"""Where results are stored, and how they describe the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_device_that_is_not_here_is_refused(name: str) -> None:
         measure.device(name)
 
 
-def test_a_commit_that_was_changed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_modified_commit_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Lines and pages of a run that is under way are no change."""
 
     def git(*arguments: str) -> None:
@@ -60,7 +60,9 @@ def test_a_commit_that_was_changed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
     assert measure.commit() == f"{clean}+"
 
 
-def test_a_line_says_how_where_and_when(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_line_has_its_command_machine_and_date(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("sys.argv", ["/some/where/keyhole", "bench", "decode", "--note", "a b"])
     line = measure.header("decode", CPU, "a b")
     assert line["command"] == "keyhole bench decode --note 'a b'"

@@ -1,4 +1,4 @@
-"""Layers below: all ways of loading agree, numbers add up, and the documents can show them."""
+"""Offloaded layers: all ways of loading agree, numbers add up, and the documents can show them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
             assert result["relative_error"] == 0
 
 
-def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: Path) -> None:
+def test_a_limit_keeps_fitting_layers_resident_and_peers_are_interleaved(tmp_path: Path) -> None:
     weights = 2 * sum(x.numel() for x in smoke().keyhole.network.parameters())
     head = RetrievalHead.random(smoke().keyhole.network)
     weights += sum(x.nbytes for name, x in head.named_parameters() if "embedding" not in name)
@@ -132,7 +132,7 @@ def test_a_limit_leaves_above_what_fits_and_other_peoples_take_turns(tmp_path: P
 
 
 @pytest.mark.parametrize("context", [None, 256])
-def test_a_trace_shows_copies_beside_the_steps(
+def test_a_trace_shows_copies_overlapping_with_steps(
     model: Model, head: RetrievalHead, tmp_path: Path, context: int | None
 ) -> None:
     file = tmp_path / "new" / "trace.json"

@@ -1,4 +1,4 @@
-"""Whole answers of a policy whose layers go below: as many as fit, few misses, the same logits."""
+"""Whole answers with offloaded layers: as many as fit, few misses, the same logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def make(weights: model.Weights, room: float, **given: Any) -> OffloadedSystem:
     )
 
 
-def test_more_requests_fit_than_above_and_the_host_bounds_them(smoke: model.Weights) -> None:
+def test_more_requests_fit_than_without_offloading_and_the_host_bounds_them(
+    smoke: model.Weights,
+) -> None:
     # Buffers of 80 tokens of 512 in four layers, the head's keys a quarter of one layer's
     # pairs, and its features.
     assert make(smoke, 2).requests > 3
@@ -58,7 +60,7 @@ def test_more_requests_fit_than_above_and_the_host_bounds_them(smoke: model.Weig
     assert make(smoke, -5).requests == 0
 
 
-def test_steps_of_all_requests_are_timed_with_layers_below(smoke: model.Weights) -> None:
+def test_steps_of_all_requests_are_timed_with_offloaded_layers(smoke: model.Weights) -> None:
     system = make(smoke, 2, host_memory=4 * TEXT_BYTES)
     assert system.requests == 4
     short, long = system.measure(64), system.measure(512)

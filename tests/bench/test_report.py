@@ -143,7 +143,7 @@ def test_kernels_have_a_row_for_each_case() -> None:
     assert "40.0 GB/s" in page
 
 
-def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
+def test_a_line_with_llama_cpp_has_its_targets_and_version() -> None:
     line = decode_line(llama_cpp={"version": "0.3.36"})
     line["results"].append(line["results"][0] | {"system": "llama_cpp"})
     line["bars"] = [{"bar": "ratio", "value": 1.5, "wanted": ">= 1.3", "met": True}]
@@ -153,7 +153,7 @@ def test_a_line_with_llama_cpp_says_what_was_wanted_and_which_it_was() -> None:
     assert "| tokens | `transformers_sdpa` | `full` | `llama_cpp` |" in page
 
 
-def test_a_picture_is_written_and_says_when_it_was_measured(tmp_path: Path) -> None:
+def test_a_picture_is_written_with_the_date_of_its_measurement(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})
     line["results"].append(line["results"][0] | {"system": list(ALL_BASELINES)[-1]})
@@ -195,7 +195,7 @@ def test_a_headline_setting_has_the_last_line_of_a_gpu() -> None:
     assert "commit old" not in page
 
 
-def test_kernels_of_a_gpu_stand_beside_those_of_its_processor() -> None:
+def test_kernels_of_a_gpu_are_shown_next_to_those_of_its_processor() -> None:
     def line(device: str) -> dict[str, Any]:
         found = decode_line(benchmark="kernels", read_bytes_per_s=4e10, results=[], bars=[])
         found["settings"]["paths"] = []

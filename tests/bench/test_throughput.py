@@ -38,7 +38,7 @@ def test_lengths_go_from_the_prompt_to_the_whole_text_in_pages() -> None:
     assert throughput.lengths_along(50, 100, 3) == (64, 112, 160)
 
 
-def test_an_answer_takes_the_area_below_its_step_times() -> None:
+def test_an_answer_takes_the_area_under_its_step_times() -> None:
     lengths = (64, 96, 160)
     # 3 ms + 0.01 ms per token, summed over the answer's tokens one by one.
     spent = [3 + 0.01 * n for n in lengths]
@@ -47,7 +47,7 @@ def test_an_answer_takes_the_area_below_its_step_times() -> None:
     assert found == pytest.approx(1e-3 * one_by_one)
 
 
-def test_requests_are_what_fits_beside_the_weights(smoke: model.Weights) -> None:
+def test_requests_are_those_that_fit_after_the_weights(smoke: model.Weights) -> None:
     asked = settings()
     text = 160 * TOKEN_BYTES
 
@@ -66,7 +66,7 @@ def test_requests_are_what_fits_beside_the_weights(smoke: model.Weights) -> None
     assert most("spe_context", 100 * text) < most("full", 100 * text)
 
 
-def test_ours_sit_beside_every_peer_with_as_many_requests() -> None:
+def test_our_systems_run_with_every_peer_of_the_same_number() -> None:
     requests = {"transformers_sdpa": 4, "transformers_eager": 3, "full": 4, "delta": 3, "quest": 2}
     assert throughput.joint_runs(requests | {"torch_flash": 0, "streaming_llm": 0}) == [
         (4, ("transformers_sdpa", "full")),
@@ -99,7 +99,7 @@ def test_a_line_has_a_throughput_for_every_system(
     assert set(line["relative_error"]) == set(SYSTEMS[:2])
 
 
-def test_what_has_no_room_has_no_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_memory_has_no_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
     line = throughput.run(settings(("full",), memory=1 << 20), lambda *_: None)
     (result,) = line["results"]

@@ -14,7 +14,7 @@ def test_everyone_is_first_once() -> None:
     assert "".join(seen) == "abcbcacab"
 
 
-def test_a_time_that_is_told_counts() -> None:
+def test_a_reported_time_counts() -> None:
     turns = {"here": Turn(call=lambda: None), "there": Turn(call=lambda: None, told_ms=lambda: 7.0)}
     times = take_turns(turns, 2, torch.device("cpu"))
     assert times["there"] == [7.0, 7.0]

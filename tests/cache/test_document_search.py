@@ -156,7 +156,7 @@ def test_a_table_that_is_lost_is_made_again(
     assert [one.name for one in table.search("pear", 5)] == ["fruit"]
 
 
-def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape("search.sqlite cannot be used")):
         BM25(tmp_path / "nowhere" / "search.sqlite").search("x", 1)
     with pytest.raises(ConfigError, match="top_k 0"):

@@ -135,7 +135,7 @@ def test_the_nearest_name_is_offered(store: DocumentStore) -> None:
         store.verify(["handbook", "hanbook"])
 
 
-def test_of_many_names_the_nearest_are_told(store: DocumentStore) -> None:
+def test_of_many_names_the_nearest_are_listed(store: DocumentStore) -> None:
     for number in range(14):
         store.add(f"chapter {number}", "text", make_record())
     with pytest.raises(UnknownNameError) as raised:

@@ -1,4 +1,4 @@
-"""What is damaged is found and named, what is lost is told, and nothing else is touched."""
+"""Damage is found and named, losses are reported, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_text_with_a_damaged_first_line_keeps_its_name(
     assert again.verify() == []
 
 
-def test_a_file_that_nobody_can_name_is_told_and_nothing_is_taken_away(
+def test_an_unidentifiable_file_is_reported_and_nothing_is_deleted(
     store: DocumentStore, tmp_path: Path
 ) -> None:
     text, record = text_of(store, "a"), record_of(store, "a")

@@ -142,7 +142,7 @@ def test_a_document_larger_than_the_limit_changes_nothing(place: str | Path, siz
     assert total(store) == sum(info.size_bytes for info in store.list())
 
 
-def test_overwriting_needs_room_for_the_difference_only(place: str | Path, size: int) -> None:
+def test_overwriting_needs_space_only_for_the_difference(place: str | Path, size: int) -> None:
     store = DocumentStore(place, MODEL, limit_bytes=2 * size + size // 2)
     fill(store, 0, 1, pinned=True)
     store.add("0", "text 9", make_record(9), overwrite=True)
@@ -158,7 +158,7 @@ def test_a_limit_that_is_lowered_holds_from_the_next_start(place: str | Path, si
     assert encoded(DocumentStore(place, MODEL, limit_bytes=size)) == "01"
 
 
-def test_records_of_other_models_make_room_too(place: str | Path, size: int) -> None:
+def test_records_of_other_models_are_evicted_too(place: str | Path, size: int) -> None:
     fill(DocumentStore(place, MODEL | {"dtype": "other"}), 0, 1)
     store = DocumentStore(place, MODEL, limit_bytes=2 * size + size // 2)
     fill(store, 0, 2)
@@ -251,7 +251,7 @@ def test_a_failure_at_any_step_loses_nothing(
         assert (left > 0) == (step == steps[-1])
 
 
-def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError, match=r"documents cannot be stored at '.*/file/x': NotADirectory"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """Another Python that does what it is told, one line at a time (see `serve`)."""
+    """Another Python process that executes commands, one line at a time (see `serve`)."""
 
     def __init__(self) -> None:
         self.running = subprocess.Popen(

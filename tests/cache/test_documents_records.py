@@ -240,7 +240,7 @@ def test_other_records_that_cannot_be(store: DocumentStore) -> None:
             store.add("x", "text", record)
 
 
-def test_keys_of_retrieval_heads_lie_beside_the_layers(store: DocumentStore) -> None:
+def test_keys_of_retrieval_heads_are_stored_with_the_layers(store: DocumentStore) -> None:
     """Rows are read alone; a record without heads, as all were once, has none."""
     store.add("plain", "a text", make_record())
     with store.open("plain") as stored:
@@ -294,7 +294,7 @@ def test_numbers_that_are_none_are_refused(store: DocumentStore, name: str, valu
     assert store.list() == []
 
 
-def test_the_decay_of_a_block_that_nobody_looks_at_may_be_infinite(store: DocumentStore) -> None:
+def test_the_decay_of_a_block_without_attention_may_be_infinite(store: DocumentStore) -> None:
     record = make_record()
     record.layers[0].alpha[1] = float("inf")
     store.add("x", "text", record)

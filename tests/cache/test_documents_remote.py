@@ -190,7 +190,7 @@ def test_a_missing_package_is_named() -> None:
         DocumentStore("keyhole-none://x", MODEL)
 
 
-def test_an_unknown_protocol_is_told_with_the_nearest() -> None:
+def test_an_unknown_protocol_is_an_error_with_the_nearest() -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown protocol .* 'memry'; did you mean 'memory"
     ):
@@ -201,7 +201,7 @@ class _LibraryError(Exception):
     """Every remote library has errors of its own."""
 
 
-def test_failures_of_a_library_are_told(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_a_library_are_reported(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DocumentStore(bucket, MODEL)
     store.add("x", "text", make_record(n=20_000))
     stored = store.open("x")
@@ -237,7 +237,7 @@ def test_a_record_that_vanishes_while_it_is_open(url: str, tmp_path: Path) -> No
             stored.rows(2, 19_000, 20_000)
 
 
-def test_too_few_bytes_are_told(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_bytes_are_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DocumentStore(bucket, MODEL)
     store.add("x", "text", make_record(n=20_000))
     real = MemoryFileSystem.cat_file

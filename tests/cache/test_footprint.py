@@ -34,7 +34,7 @@ def test_layers_and_data_sum_up_to_a_page(kind: str, itemsize: int) -> None:
     ("kind", "movable"),
     [("llama", [True] * 4), ("gemma2", [False, True] * 2), ("mistral_sliding", [False] * 4)],
 )
-def test_layers_with_a_window_stay_above(kind: str, movable: list[bool]) -> None:
+def test_layers_with_a_window_stay_resident(kind: str, movable: list[bool]) -> None:
     layers = families.layouts(make_config(kind))
     geometry = Geometry(layers=layers, num_query_heads=4, page_size=16, itemsize=2)
     assert [layer.movable for layer in layer_memory(geometry)] == movable
@@ -44,7 +44,7 @@ def test_layers_with_a_window_stay_above(kind: str, movable: list[bool]) -> None
     ("kind", "num_heads"), [("llama", None), ("llama_mqa", 4), ("deepseek_v3", None)]
 )
 @pytest.mark.parametrize("token_budget", [1, 16, 40])
-def test_buffers_are_those_of_a_layer_below(
+def test_buffers_are_those_of_an_offloaded_layer(
     kind: str, num_heads: int | None, token_budget: int
 ) -> None:
     layout = families.layouts(make_config(kind))[0]

@@ -50,7 +50,7 @@ TOKENS = st.builds(
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences that hold pages; one digit per token stands for its past."""
+    """Sequences that hold pages; one digit per token represents its past."""
 
     sequences = Bundle("sequences")
 
@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
                 tensor[page] = number
 
     def forget(self) -> None:
-        """Drops the content of pages that nobody holds any more."""
+        """Drops the content of pages without a holder."""
         held = self.holders()
         self.content = {page: number for page, number in self.content.items() if held[page]}
 
@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.known) > 1)
     @rule()
     def finish_all(self) -> None:
-        """Nobody is left, only the index knows."""
+        """No sequence is left; only the prefix cache holds pages."""
         for pages in self.held.values():
             self.cache.release(pages)
             pages.clear()
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=sequences, place=st.integers(0, 5))
     def write_one(self, name: int, place: int) -> None:
-        """Copy on write: nobody else may see the change, nor the writer lose what was there."""
+        """Copy on write: no other holder sees the change, and the writer keeps the contents."""
         pages = self.held[name]
         if not pages:
             return

@@ -182,7 +182,7 @@ def test_memory_that_is_not_there_for_a_smaller_tensor_loses_nothing(
     cache.check_integrity([pages[:6], more])
 
 
-def test_memory_that_is_not_there_leaves_a_layer_below(
+def test_a_layer_stays_offloaded_without_memory(
     monkeypatch: pytest.MonkeyPatch, tier: Tier
 ) -> None:
     cache, pages = filled(10)
@@ -215,7 +215,7 @@ def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
-def test_memory_above_is_given_back_while_tensors_are_cut(
+def test_resident_memory_is_freed_while_tensors_are_cut(
     monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     """What is cut off goes first, and what is copied goes block by block."""
@@ -233,15 +233,15 @@ def test_memory_above_is_given_back_while_tensors_are_cut(
     cache.cut(400)
     assert same(rows(cache, pages[:300]), wanted)
     if sys.platform == "linux":
-        # But for memory pages that are given back only in part: at both ends, and at the cut.
+        # Except memory pages at both ends and at the cut, which are only partly freed.
         given_back = larger[300:] if in_place else larger
         assert given_back.count_nonzero() <= 3 * 4096 / larger.itemsize
 
 
-def test_the_host_waits_for_a_gpu_before_it_reads_pages_below(
+def test_the_host_waits_for_a_gpu_before_it_reads_offloaded_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels write new keys there, and nobody has waited for them."""
+    """Kernels write new keys there without a sync."""
     cache, pages = filled(100)
     waited: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))

@@ -99,7 +99,7 @@ def test_too_many_pages_change_nothing() -> None:
     assert cache.allocate(0) == []
 
 
-def test_memory_that_is_not_there_is_an_error_that_says_what_helps(
+def test_missing_memory_is_an_error_with_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = make_cache(PLAIN, PLAIN, most=100)

@@ -228,7 +228,7 @@ def test_resident_rows_are_those_of_the_lower_tier(data: st.DataObject, dtype: t
 
 
 def small_world(*, layers: int = 2) -> World:
-    """Everything is below; one sequence of 20 tokens in row 1."""
+    """All layers are offloaded; one sequence of 20 tokens in row 1."""
     world = World(torch.float32, None, *[PLAIN] * layers)
     for _ in range(layers):
         world.offload_next()
@@ -267,7 +267,7 @@ def test_only_the_difference_moves_and_is_counted() -> None:
     world.loads.close()
 
 
-def test_pages_move_whole_and_the_newest_by_what_is_in_it() -> None:
+def test_whole_pages_are_copied_and_of_the_newest_its_tokens() -> None:
     world = small_world()
     lists = 2 * 2
     first = step(world, [1, 3], SIZE)  # 21 tokens: the newest page has only the new one
@@ -277,7 +277,7 @@ def test_pages_move_whole_and_the_newest_by_what_is_in_it() -> None:
     world.loads.close()
 
 
-def test_a_layer_that_was_above_for_a_while_knows_nothing() -> None:
+def test_a_layer_that_was_resident_meanwhile_has_empty_buffers() -> None:
     world = small_world()
     step(world, [1, 2, 3])
     before = world.cache.moves + world.loads.moves
@@ -302,7 +302,9 @@ def test_moves_never_fall_when_a_buffer_goes() -> None:
     world.loads.close()
 
 
-def test_a_layer_that_cannot_come_up_stays_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_become_resident_stays_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = small_world()
     step(world, [1, 2, 3])
     with monkeypatch.context() as patch:
@@ -411,7 +413,7 @@ def test_what_is_recorded_is_launched_by_who_records(monkeypatch: pytest.MonkeyP
     world.loads.start(selection, [0, 1])
     assert gate.finished == [threading.current_thread().name] * 2
     world.layer(0, selection)  # compares all rows
-    (traffic,) = world.end()  # with what nobody waited for
+    (traffic,) = world.end()  # includes the load without a wait
     assert (traffic.misses, traffic.stall_ms) == (2 * 2 * 2, 0.0)
     assert len(gate.finished) == 2
     world.loads.close()
@@ -434,7 +436,7 @@ def test_a_recording_that_came_to_no_end_leaves_nothing_to_wait_for(
 
 
 @pytest.mark.parametrize("what", ["begin", "reset", "end", "close"])
-def test_a_copy_that_nobody_waits_for_ends_before_its_buffer_is_used_again(
+def test_a_copy_without_a_wait_ends_before_its_buffer_is_reused(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     world, gate = small_world(), Gate(monkeypatch)
@@ -464,7 +466,7 @@ def test_a_choice_other_than_announced_is_loaded_after_it(monkeypatch: pytest.Mo
     world.loads.close()
 
 
-def test_a_copy_that_fails_is_told_to_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_raises_in_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world()
     exchange = ResidentBuffer.load_missing
 

@@ -16,7 +16,7 @@ from tests.cache.test_prefetch import small_world
 
 
 class Streams:
-    """What stands for a GPU's streams and events: who waits for which, and who does what."""
+    """A fake of a GPU's streams and events that records waits and operations."""
 
     def __init__(self, patch: pytest.MonkeyPatch, loads: Prefetcher) -> None:
         self.log: list[str] = []

@@ -283,7 +283,7 @@ def test_bytes_move_from_the_upper_tier_to_the_lower(tier: Tier) -> None:
     assert cache.resident_bytes + cache.offloaded_bytes == total
 
 
-def test_growth_and_copies_go_on_below(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_pages_grow_and_are_copied(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "_FIRST_PAGES", 2)
     cache = make_cache()
     for layer in (1, 2):  # one before there are any pages
@@ -312,7 +312,7 @@ def test_growth_and_copies_go_on_below(tier: Tier, monkeypatch: pytest.MonkeyPat
     cache.check_integrity([first, [first[0], copy], second])
 
 
-def test_kernels_read_and_write_a_layer_below(tmp_path: Path) -> None:
+def test_kernels_read_and_write_an_offloaded_layer(tmp_path: Path) -> None:
     """All but elastic loading: prompts, windows and dense layers read the mapped file itself."""
     above, below = make_cache(), make_cache()
     pages, length = torch.tensor([3, 0, 2]), 10
@@ -337,10 +337,10 @@ def test_kernels_read_and_write_a_layer_below(tmp_path: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_the_host_waits_for_a_gpu_before_it_touches_pages_below(
+def test_the_host_waits_for_a_gpu_before_it_writes_offloaded_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels write new keys there, and nobody has waited for them."""
+    """Kernels write new keys there without a sync."""
     cache = make_cache(PLAIN, PLAIN, most=64 * 4)
     pages = cache.allocate(3)
     assert pages is not None
@@ -349,7 +349,7 @@ def test_the_host_waits_for_a_gpu_before_it_touches_pages_below(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(cache, "_device", torch.device("cuda"))
     cache.content(pages)
-    assert waited == []  # all is above
+    assert waited == []  # everything is resident
     cache.offload_layer(0, PinnedTier())
     for touches in (
         lambda: cache.content(pages),
@@ -399,7 +399,9 @@ def test_a_full_disk_in_a_move_changes_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, contents(cache, 0), wanted))
 
 
-def test_memory_above_is_given_back_while_a_layer_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_memory_is_freed_while_a_layer_is_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a limit on memory, the moment of moving must not be the one that needs most."""
     monkeypatch.setattr(tiers, "BLOCK_BYTES", 1 << 20)
     upper = torch.arange(3 << 20, dtype=torch.float32).view(-1, 1 << 10)

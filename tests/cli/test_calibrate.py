@@ -89,7 +89,7 @@ def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Pa
 STABLE = ("--stable-layers", "--block-size", "8", "--num-documents", "3", "--device", "cpu")
 
 
-def test_stable_layers_are_printed_and_lie_beside_the_weights(
+def test_stable_layers_are_printed_and_stored_in_the_model_folder(
     path: str, run: Run, tmp_path: Path
 ) -> None:
     model = shutil.copytree(path, tmp_path / "model")
@@ -112,7 +112,7 @@ def test_stable_layers_are_printed_and_lie_beside_the_weights(
     assert reuse["stable_layers"] == list(found.stable_layers)
 
 
-def test_stable_layers_go_where_the_user_says(path: str, run: Run, tmp_path: Path) -> None:
+def test_stable_layers_are_written_to_the_given_file(path: str, run: Run, tmp_path: Path) -> None:
     data, output = tmp_path / "data.jsonl", tmp_path / "stable.json"
     lines = ["A text of some length. " * 8, {"prompt_token_ids": [5, 6, 7, 8] * 30}]
     data.write_text("\n".join(map(json.dumps, lines)))

@@ -38,7 +38,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_short")
-def test_every_method_does_every_task_beside_its_control(run: Run, tmp_path: Path) -> None:
+def test_every_method_and_its_control_run_every_task(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     ran = run("demo", "--output", str(picture))
     assert ran.status == 0, ran.err

@@ -44,7 +44,9 @@ def test_a_file_is_a_document(documents: Documented, tmp_path: Path, llm: LLM) -
     assert documents("add", "faq", str(file)).out.startswith("stored: faq: 66 tokens, 2 blocks")
 
 
-def test_several_files_are_documents_below_the_name(documents: Documented, tmp_path: Path) -> None:
+def test_several_files_are_documents_with_the_name_as_prefix(
+    documents: Documented, tmp_path: Path
+) -> None:
     for name in ("b.md", "a.md"):
         (tmp_path / name).write_text(FAQ + name)
     files = [str(tmp_path / name) for name in ("b.md", "a.md")]
@@ -171,7 +173,7 @@ def test_an_interruption_keeps_what_was_stored(
     assert [line.split()[3] for line in ran.out.splitlines()] == ["known:", "known:", "stored:"]
 
 
-def test_a_limit_makes_room_but_not_of_pinned_ones(documents: Documented, tmp_path: Path) -> None:
+def test_a_limit_evicts_documents_except_pinned_ones(documents: Documented, tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(HANDBOOK + name)
     assert documents("add", "a", str(tmp_path / "a"), "--pin").status == 0
@@ -233,7 +235,7 @@ def test_listing_and_removing_load_no_model(
     assert "faq" not in run("documents", "list", *place).out
 
 
-def test_an_empty_place_says_how_to_begin(run: Run, tmp_path: Path) -> None:
+def test_an_empty_store_prints_how_to_begin(run: Run, tmp_path: Path) -> None:
     ran = run("documents", "list", "--store", str(tmp_path / "new"))
     assert ran.status == 0
     assert ran.out.startswith("no documents at ")
@@ -249,7 +251,7 @@ def test_removing_is_all_or_nothing(stored: Documented) -> None:
     assert names(stored) == ["handbook"]
 
 
-def test_a_name_with_a_slash_is_all_below_it(documents: Documented, tmp_path: Path) -> None:
+def test_a_name_with_a_slash_is_a_prefix(documents: Documented, tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).write_text(FAQ + name)
         (tmp_path / f"deep-{name}").write_text(f"deep {name}")

@@ -203,7 +203,7 @@ def test_a_damaged_text_cannot_be_repaired_and_keeps_none_from_it(
     assert stored("verify").status == 0
 
 
-def test_records_of_another_model_are_told_and_encoded_again(stored: Documented) -> None:
+def test_records_of_another_model_are_reported_and_encoded_again(stored: Documented) -> None:
     other = ("--dtype", "bfloat16")
     ran = stored("ask", "Which?", "--documents", "faq", *other, *FEW)
     assert ran.status == 2

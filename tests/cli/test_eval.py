@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert "4 cells measured, 0 stored" in run("eval", "--model", path, *command).out
 
 
-def test_a_policy_that_this_model_cannot_have_is_told_and_the_others_run(
+def test_an_unsupported_policy_is_reported_and_the_others_run(
     path: str, run: Run, text: str, tmp_path: Path
 ) -> None:
     output = tmp_path / "eval.jsonl"
@@ -315,7 +315,7 @@ def test_controls_and_terms_end_to_end(run: Run, tmp_path: Path) -> None:
         assert 0 <= one["gains"]["recent"]["p"] <= 1
 
 
-def test_tuned_settings_are_told_and_trials_are_kept(run: Run, tmp_path: Path) -> None:
+def test_tuned_settings_are_printed_and_trials_are_stored(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
     asked = ("--tasks", "passkey", "--lengths", "160", "--limit", "2", "--device", "cpu")
     terms = ("--terms", "tuned", "--trials", "2", "--tuning-limit", "1", "--budgets", "64")

@@ -108,7 +108,7 @@ def test_the_bundled_model_is_planned_up_to_its_longest_text(run: Run) -> None:
     assert [row["length"] for row in found["lengths"]] == [1024, 2048, 4096, 8192, 16384]
 
 
-def test_layers_with_a_window_stay_above(run: Run, tmp_path: Path) -> None:
+def test_layers_with_a_window_stay_resident(run: Run, tmp_path: Path) -> None:
     fields = json.loads(make_config("gemma2").to_json_string())
     model = folder(tmp_path / "gemma", fields)
     ran = run("plan", "--model", model, "--total-memory", "64MiB", "--json", "--lengths", "512")

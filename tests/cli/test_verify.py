@@ -77,7 +77,7 @@ def test_one_difference_is_exit_status_1(
     assert found["kernels"] == kernels.backend(torch.device("cpu"))
 
 
-def test_the_recall_of_a_head_is_told(
+def test_the_recall_of_a_head_is_printed(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "verify", lambda model, length: [CHECK])

@@ -1,4 +1,4 @@
-"""What stands in deploy/: containers, a unit of systemd, a stack for compose."""
+"""The files in deploy/: containers, a systemd unit, a compose stack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_image_is_built_in_stages_and_runs_as_nobody_special(path: Path) -> None:
+def test_an_image_is_built_in_stages_and_runs_unprivileged(path: Path) -> None:
     found = instructions(path)
     stages = [i for i, (name, _) in enumerate(found) if name == "FROM"]
     assert len(stages) == 2

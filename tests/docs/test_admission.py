@@ -29,7 +29,7 @@ def test_the_table_is_the_stored_line() -> None:
         assert f"| {' | '.join(cells)} |" in TEXT
 
 
-def test_the_settings_are_as_told() -> None:
+def test_the_settings_are_as_documented() -> None:
     settings = LINE["settings"]
     assert (settings["documents"], settings["tokens"]) == (4, 3000)
     assert (settings["others"], settings["prompt"]) == (7, 4000)
@@ -56,7 +56,7 @@ def test_the_page_says_which_targets_are_met() -> None:
     assert first == worst[1]
 
 
-def test_the_line_of_a_busy_machine_is_told_too() -> None:
+def test_the_line_of_a_busy_machine_is_shown_too() -> None:
     lines = (benchmarks.results() / "admission.jsonl").read_text().splitlines()
     [busy] = [x for x in map(json.loads, lines) if x["machine"]["load_average"] > 10]
     found = busy["results"][0]

@@ -23,7 +23,7 @@ def percent(share: float) -> str:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line['method']}@{line['budget']}")
-def test_a_stored_share_stands_in_the_methods_section(line: dict[str, object]) -> None:
+def test_a_stored_share_is_in_the_methods_section(line: dict[str, object]) -> None:
     page = (ROOT / "docs/methods.md").read_text()
     name = str(line["policy"])
     section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
@@ -50,7 +50,7 @@ REUSED = [
 
 
 @pytest.mark.parametrize(("name", "results"), REUSED, ids=[name for name, _ in REUSED])
-def test_a_share_that_a_variant_changes_stands_in_the_methods_section(
+def test_a_share_that_a_variant_changes_is_in_the_methods_section(
     name: str, results: list[dict[str, list[int]]]
 ) -> None:
     page = (ROOT / "docs/methods.md").read_text()

@@ -40,9 +40,10 @@ def test_a_name_is_no_llm() -> None:
         AsyncLLM("tiny")  # type: ignore[arg-type]
 
 
-def test_many_tasks_get_what_each_gets_alone(llm: LLM) -> None:
+@pytest.mark.parametrize("interval", [0.0, 0.02])
+def test_many_tasks_get_what_each_gets_alone(llm: LLM, interval: float) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
-    served = AsyncLLM(llm)
+    served = AsyncLLM(llm, stream_interval=interval)
 
     async def one(n: int) -> list[int]:
         prompt = PROMPTS[n % len(PROMPTS)]

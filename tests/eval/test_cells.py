@@ -10,7 +10,7 @@ from keyhole.eval.report.cells import EvalSetting, cells, place_name, places
 from tests.eval.eval_lines import full, line
 
 
-def test_a_cell_says_what_its_line_says() -> None:
+def test_a_cell_has_the_fields_of_its_line() -> None:
     (cell,) = cells([line()])
     assert cell.place == EvalSetting("tiny", "tiny_needle", "prompt", 1024)
     assert (cell.name, cell.budget, cell.label) == ("delta", 128, "delta, 128 tokens")
@@ -108,7 +108,7 @@ def test_settings_of_a_task_are_places_of_their_own() -> None:
     assert len({at.needles for at in by_place}) == 1
 
 
-def test_what_a_task_has_anyway_is_not_told() -> None:
+def test_default_settings_of_a_task_are_not_shown() -> None:
     lines = [line(task="tiny_documents_one", task_settings={"num_documents": n}) for n in (3, 5)]
     by_place = places(cells(lines))
     assert [place_name(at, by_place).split(",")[0] for at in by_place] == [
@@ -118,7 +118,7 @@ def test_what_a_task_has_anyway_is_not_told() -> None:
     assert len({at.needles for at in by_place}) == 2
 
 
-def test_forced_texts_are_told_where_they_differ() -> None:
+def test_forced_texts_are_named_if_they_differ() -> None:
     lines = [
         line(task=task, task_settings={"text": text, "continuation": 128})
         for task, text in (("perplexity", "a"), ("attention_recall", "a"), ("perplexity", "b"))

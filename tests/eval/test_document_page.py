@@ -91,7 +91,7 @@ def _times(path: Path) -> dict[str, tuple[float, float]]:
     return {r["method"]: (r["ttft_ms"], r["reference_ms"]) for r in line["results"]}
 
 
-def test_a_later_line_adds_its_methods_each_beside_its_own_reference(tmp_path: Path) -> None:
+def test_a_later_line_adds_methods_with_their_own_reference(tmp_path: Path) -> None:
     path = tmp_path / "samkv.jsonl"
     path.write_text(
         _cell({"recompute": 10, "reuse": 4, "epic": 5}) + _cell({"recompute": 20, "new": 8})
@@ -111,7 +111,7 @@ def test_a_later_line_adds_its_methods_each_beside_its_own_reference(tmp_path: P
 
 
 @pytest.mark.parametrize("other", [{"items": 3}, {"block_size": 64}])
-def test_a_line_of_other_questions_or_blocks_stands_alone(
+def test_a_line_of_other_questions_or_blocks_is_a_separate_cell(
     tmp_path: Path, other: dict[str, int]
 ) -> None:
     path = tmp_path / "samkv.jsonl"

@@ -111,7 +111,7 @@ def test_a_policy_of_another_package_is_set_up_by_the_names_of_its_settings(thei
         equal_terms("no_sinks", GEOMETRY, **TERMS)
 
 
-def test_what_reads_beside_its_budget_is_refused(theirs: None) -> None:
+def test_methods_that_read_outside_their_budget_are_refused(theirs: None) -> None:
     with pytest.raises(UnequalTermsError, match="theirs reads outside its budget: all of it"):
         equal_terms("theirs", GEOMETRY, **TERMS, settings={"beside": "all of it"})
 

@@ -155,7 +155,7 @@ def test_lines_of_before_are_those_of_given_terms(model: Model, tmp_path: Path) 
     assert found.lines[1]["controls"].keys() == {"recent", "random", "oracle"}
 
 
-def test_what_cannot_have_equal_terms_is_told_beside_the_others(
+def test_a_method_without_equal_terms_is_reported_with_the_others(
     model: Model, tmp_path: Path
 ) -> None:
     found = run(model, tmp_path / "a", Counted(), "quest", "raas", terms=EQUAL)
@@ -165,7 +165,7 @@ def test_what_cannot_have_equal_terms_is_told_beside_the_others(
     assert rows[-1][1:4] == ["raas", "64", "not at equal terms"]
 
 
-def test_a_control_that_cannot_be_is_told(model: Model, tmp_path: Path) -> None:
+def test_an_impossible_control_is_reported(model: Model, tmp_path: Path) -> None:
     """Its budget has no room for the newest token beside the sinks."""
     work = Counted()
     streaming = Method(label="wide", name="streaming_llm", settings={"sink_size": 15})
@@ -183,7 +183,7 @@ def test_a_control_that_cannot_be_is_told(model: Model, tmp_path: Path) -> None:
     assert "at least 16" in found.refused[0]["error"]
 
 
-def test_a_table_has_gains_and_says_where_nothing_can_be_told(model: Model, tmp_path: Path) -> None:
+def test_a_table_has_gains_and_marks_inconclusive_ones(model: Model, tmp_path: Path) -> None:
     found = run(model, tmp_path / "a", Counted(), "quest", "sliding_window", terms=EQUAL)
     shown = controls_table(found.lines, found.refused)
     rows = {row[1]: dict(zip(shown.heads, row, strict=True)) for row in shown.rows}
@@ -246,5 +246,5 @@ def test_settings_are_tuned_on_other_samples_and_trials_are_kept(
         terms.policy(under_budgets(named("omnikv"), [Budget.parse("64")])[1], 256, geometry)
 
 
-def test_trials_stand_beside_the_results() -> None:
+def test_trials_are_stored_next_to_the_results() -> None:
     assert sibling("folder/eval.jsonl") == Path("folder/eval.trials.jsonl")

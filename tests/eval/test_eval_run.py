@@ -112,7 +112,7 @@ def test_a_model_is_known_by_its_weights_not_its_name(model: Model, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fails", ["full", "streaming_llm"])
-def test_a_cell_that_cannot_be_is_told_beside_the_others(
+def test_an_impossible_cell_is_reported_with_the_others(
     model: Model, tmp_path: Path, fails: str
 ) -> None:
     """Where full attention cannot be, nobody else stands for it."""

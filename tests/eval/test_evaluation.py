@@ -15,7 +15,7 @@ from keyhole.models.loading import load
 from keyhole.policies import available_policies
 
 
-def test_the_grid_has_every_policy_under_every_budget_below_the_length() -> None:
+def test_the_grid_has_every_policy_at_every_budget_smaller_than_the_length() -> None:
     found = {
         (cell.task, cell.length, cell.method.name, cell.tokens)
         for cell in evaluation.grid()
@@ -30,7 +30,7 @@ def test_the_grid_has_every_policy_under_every_budget_below_the_length() -> None
     }
 
 
-def test_every_cell_stands_once_and_full_attention_first() -> None:
+def test_every_cell_occurs_once_and_full_attention_first() -> None:
     cells = evaluation.grid()
     assert len({cell.known_by for cell in cells}) == len(cells)
     parts = [cell.part for cell in cells]
@@ -72,7 +72,7 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert both[1]["score"] == 0.0
     assert both[1]["cpu_seconds"] >= 0
     assert "0 cells, 0.0 h" in evaluation.plan(cells, LineFile(path))
-    assert "the time is over" in capsys.readouterr().err
+    assert "time limit reached" in capsys.readouterr().err
 
 
 def test_prompts_are_read_with_a_head_if_a_cell_wants_one() -> None:

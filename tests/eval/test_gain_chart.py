@@ -64,7 +64,7 @@ def test_a_row_is_a_gain_with_its_interval() -> None:
     matplotlib()[0].close(figure)
 
 
-def test_a_row_that_cannot_tell_is_pale_and_says_so() -> None:
+def test_an_inconclusive_row_is_pale_and_labelled() -> None:
     found = charts.with_gain(cells(lines(recent=39, own=40)))
     figure, axis = matplotlib()[0].subplots()
     assert [
@@ -76,7 +76,7 @@ def test_a_row_that_cannot_tell_is_pale_and_says_so() -> None:
     matplotlib()[0].close(figure)
 
 
-def test_controls_are_marks_beside_the_points_of_score_against_bytes() -> None:
+def test_controls_are_marks_next_to_the_points_of_score_against_bytes() -> None:
     found = cells(lines())
     assert charts.control_points(found) == [("recent", 1e6, 0.25), ("oracle", 1e6, 0.95)]
     assert [point.on_front for own in charts.points(found).values() for point in own] == [True] * 2
@@ -84,7 +84,7 @@ def test_controls_are_marks_beside_the_points_of_score_against_bytes() -> None:
     assert [point.on_front for point in useless["delta"]] == [False]
 
 
-def test_the_page_shows_gains_beside_scores() -> None:
+def test_the_page_shows_gains_next_to_scores() -> None:
     found = page(lines())
     scores, gains, table = map(texts, found.tables)
     assert scores[2] == ["■ delta", "128", "75.0"]

@@ -12,7 +12,7 @@ from tests.eval.eval_lines import full, line
 NAN = np.nan
 
 
-def test_recall_stands_by_method_and_layer() -> None:
+def test_recall_is_shown_by_method_and_layer() -> None:
     lines = [line(), full(recall_per_layer=[1.0] * 5), line(budget=1, recall_per_layer=None)]
     grid = recall_grid(cells(lines))
     assert grid is not None

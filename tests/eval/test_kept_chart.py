@@ -133,7 +133,7 @@ def test_names_are_cut_or_counted() -> None:
     assert names(["x", "x"], [20, 20]) == ["x", "x"]  # one document that stands twice
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the picture"):
         kept_chart(made([5]), [5], 4, tmp_path / "no" / "x.png", title="Which?")
     with pytest.raises(ConfigError, match="cannot write the picture"):

@@ -86,6 +86,6 @@ def test_a_chart_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
+def test_a_figure_without_data_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
         pareto_chart(cells([line(bytes_per_step=None)]), tmp_path / "x.png", title="")

@@ -62,7 +62,7 @@ def test_steps_that_share_a_pixel_are_averaged() -> None:
     assert np.array_equal(_binned(shares, pixels=8), shares, equal_nan=True)
 
 
-def test_a_picture_that_cannot_be_written_says_so(trace: Trace, tmp_path: Path) -> None:
+def test_an_unwritable_picture_is_an_error(trace: Trace, tmp_path: Path) -> None:
     for name in ("missing/map.png", "map.nothing"):
         with pytest.raises(ConfigError, match="cannot write the picture"):
             page_map(trace, tmp_path / name, title="What is read", prompt_tokens=50)

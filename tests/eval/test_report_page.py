@@ -138,7 +138,7 @@ def test_the_mean_is_of_rows_that_have_all_scores() -> None:
     assert found.sorts[0][2][3:] == ["", ""]
 
 
-def test_a_perplexity_stands_as_it_is_and_is_in_no_mean() -> None:
+def test_a_perplexity_is_shown_unchanged_and_in_no_mean() -> None:
     asked = {"task": "perplexity", "scores": None}
     likely = full() | asked | {"perplexity": 8.0, "score": 1 / 8}
     unlikely = line(**asked, perplexity=1234.5, score=1 / 1234.5)
@@ -260,7 +260,7 @@ def test_names_are_text() -> None:
     assert not Page(text).faults
 
 
-def test_lines_of_kvpress_stand_beside_ours() -> None:
+def test_lines_of_kvpress_are_shown_next_to_ours() -> None:
     text = render([full(), line(), line(policy="kvpress:snapkv", settings={"window_size": 16})])
     assert [row[:2] for row in texts(Page(text).tables[1])[1:]] == [
         ["● full", "all"],

@@ -71,7 +71,7 @@ def rows(parts: Sequence[str], after: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
 
 
-def test_every_method_stands_beside_its_controls() -> None:
+def test_every_method_is_shown_with_its_controls() -> None:
     parts = results_controls.section({"equal": lines(recent=2, method=15)}, {})
     right = rows(parts, "Right answers, %:")
     assert right[0] == ["", "512: 64"]
@@ -91,13 +91,13 @@ def test_a_gain_that_may_be_chance_is_not_bold() -> None:
     assert rows(parts, "Gain over its own recent control, points:")[2:] == [["`quest`", "+10"]]
 
 
-def test_a_place_where_recency_is_enough_ranks_nobody() -> None:
+def test_a_place_where_recency_suffices_has_no_ranking() -> None:
     parts = results_controls.section({"equal": lines(recent=19, method=20)}, {})
     gains = rows(parts, "Gain over its own recent control, points:")
     assert gains[2:] == [["`quest`", "cannot tell"]]
 
 
-def test_what_is_read_beside_the_budget_makes_no_gain() -> None:
+def test_reads_outside_the_budget_give_no_gain() -> None:
     found = lines(recent=2, method=15)
     found[-1]["outside_budget"] = "the prompt"
     parts = results_controls.section({"published": found}, {})
@@ -136,7 +136,7 @@ def test_recency_by_budget_and_lists_by_budget() -> None:
     assert "| 64 | 90 (70 to 97) | 45 (26 to 66) | +45.0 (" in text
 
 
-def test_layers_that_move_beside_all_of_them_offloaded() -> None:
+def test_adaptive_offloading_is_compared_with_offloading_all_layers() -> None:
     part = {
         "lengths": [700, 1000],
         "offloaded_layers": [0, 3],

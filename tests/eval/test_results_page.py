@@ -147,7 +147,7 @@ def test_nothing_is_said_to_be_shown_by_unequal_configurations() -> None:
     assert "## Configurations as of November 2026" in text
 
 
-def test_configurations_are_told_from_the_stored_settings() -> None:
+def test_configurations_come_from_the_stored_settings() -> None:
     settings = {"token_budget": 256, "recent_pages": 2, "full_layers": [0], "delta_layers": [1]}
     found = results_page.measured(
         [line("delta", 256, 1, settings=settings, length=2048), line("raas", 256, 1, length=2048)]

@@ -109,7 +109,7 @@ def test_what_is_no_map_is_refused(change: dict[str, Any]) -> None:
         SelectionMap.from_json(stored | change)
 
 
-def test_what_is_not_there_is_told(model: Model) -> None:
+def test_missing_data_is_an_error(model: Model) -> None:
     answer = recorded(model, Quest(token_budget=16, full_layers=(0,)))
     with pytest.raises(ConfigError, match="layer is 9"):
         selection_map(answer, layer=9)

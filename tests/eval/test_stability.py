@@ -109,7 +109,7 @@ def test_scores_are_those_of_attention_maps() -> None:
     assert found.stable_layers == tuple(sorted(order[:2]))
 
 
-def test_a_file_beside_the_weights_is_used_by_itself(tmp_path: Path) -> None:
+def test_a_file_in_the_model_folder_is_used_automatically(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, **WIDE)
     assert SamKV().resolve(load(path, device="cpu").geometry(16)).stable_layers == (0, 1, 2, 3)
     stability = Stability(
@@ -156,7 +156,7 @@ def test_texts_are_cut_into_documents(wide: Model) -> None:
     assert max(map(len, cut(wide, ["x" * 9000], block_size=1000, most=10))) == 2047
 
 
-def test_what_says_nothing_is_refused(wide: Model) -> None:
+def test_uninformative_documents_are_refused(wide: Model) -> None:
     with pytest.raises(ConfigError, match="at least 11 blocks; the longest has 10"):
         measure(wide, [[5] * 80], block_size=BLOCK)
     with pytest.raises(ConfigError, match="at least 11 blocks; the longest has 0"):

@@ -77,7 +77,7 @@ def test_a_trace_shows_what_ran_on_the_gpu(tmp_path: Path) -> None:
     assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
 
 
-def test_elastic_loads_run_beside_other_work(tmp_path: Path) -> None:
+def test_elastic_loads_overlap_with_other_work(tmp_path: Path) -> None:
     """Some 1,500 tokens of a layer are new in a step: 12 MB, which take longer than a launch."""
     size, num_pages, budget, heads = 16, 512, 2048, 8
     layout = LayerLayout(num_kv_heads=heads, key_dim=128, value_dim=128)

@@ -103,7 +103,7 @@ def test_a_small_budget_reads_the_same_as_on_the_cpu(path: str, model: Model, na
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_requests_beside_each_other_do_not_change_each_other(model: Model, name: str) -> None:
+def test_requests_of_a_batch_do_not_change_each_other(model: Model, name: str) -> None:
     alone = [forced_logits(model, small(name), *text) for text in TEXTS]
     engine = make_engine(model, small(name), max_batch=3, prefill_chunk=2 * PAGE - 1)
     requests = []
@@ -143,7 +143,7 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(path: str, name
     assert (found - exact).norm() < 2 * (rounded - exact).norm()
 
 
-def test_sampled_tokens_do_not_depend_on_neighbours(model: Model) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(model: Model) -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in TEXTS]
     llm = LLM(model, page_size=PAGE, prefix_cache=False, memory="16MiB")

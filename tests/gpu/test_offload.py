@@ -46,7 +46,7 @@ def make_caches() -> tuple[PageCache, PageCache, list[int]]:
 
 
 @pytest.mark.parametrize("unit", [1, SIZE])
-def test_steps_over_layers_below_are_those_over_layers_above(unit: int) -> None:
+def test_steps_over_offloaded_layers_equal_those_over_resident_ones(unit: int) -> None:
     above, below, pages = make_caches()
     loads = Prefetcher(below, num_rows=2, token_budget=BUDGET)
     for layer in (2, 1, 0):
@@ -87,7 +87,7 @@ def test_steps_over_layers_below_are_those_over_layers_above(unit: int) -> None:
     loads.close()
 
 
-def test_all_operations_read_and_write_pages_below() -> None:
+def test_all_operations_read_and_write_offloaded_pages() -> None:
     above, below, pages = make_caches()
     below.offload_layer(0, PinnedTier())
     query = torch.randn(1, 4, 64, device=DEVICE)
@@ -124,7 +124,7 @@ def test_all_operations_read_and_write_pages_below() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_come_back_from_pinned_memory() -> None:
+def test_layers_become_resident_again_from_pinned_memory() -> None:
     """What was written below by the device is above again, in fewer pages with other numbers."""
     above, below, pages = make_caches()
     loads = Prefetcher(below, num_rows=2, token_budget=BUDGET)

@@ -165,7 +165,7 @@ def told(why: str) -> None:
         assert flash_attention.version.__wrapped__() is None
 
 
-def test_one_that_cannot_be_is_told_and_not_activated(usable: pytest.MonkeyPatch) -> None:
+def test_an_unusable_version_is_reported_and_not_activated(usable: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     usable.setattr("torch.nn.attention.activate_flash_attention_impl", names.append)
     usable.setattr("torch.nn.attention.current_flash_attention_impl", lambda: None)
@@ -176,7 +176,7 @@ def test_one_that_cannot_be_is_told_and_not_activated(usable: pytest.MonkeyPatch
     assert names == []
 
 
-def test_one_that_is_not_installed_is_told(usable: pytest.MonkeyPatch) -> None:
+def test_a_missing_version_is_reported(usable: pytest.MonkeyPatch) -> None:
     usable.setenv("KEYHOLE_FLASH", "FA3")  # and torch looks for it
     told("FA3 cannot be activated, No module")
 
@@ -243,7 +243,7 @@ def test_what_it_does_not_know_our_kernels_compute(
     assert not takes(**given)
 
 
-def test_people_are_told_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "usable", lambda: True)
     monkeypatch.setattr(triton, "flash", lambda: True)
     monkeypatch.setattr(flash_attention, "version", lambda: "FA3")

@@ -189,7 +189,7 @@ def test_it_is_not_used_where_something_is_missing(
         (False, False, "reference (PyTorch)"),
     ],
 )
-def test_people_are_told_who_computes(
+def test_the_backend_is_named(
     monkeypatch: pytest.MonkeyPatch, triton: bool, flash: bool, name: str
 ) -> None:
     monkeypatch.setattr(gpu, "usable", lambda: triton)

@@ -155,7 +155,7 @@ def assert_pressed(path: str, name: str, setup: str, budget: int, interval: int 
 
 @pytest.mark.parametrize("setup", ["prompt", "question"])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_what_is_kept_is_what_the_formula_says(path: str, name: str, setup: str) -> None:
+def test_kept_tokens_follow_the_formula(path: str, name: str, setup: str) -> None:
     assert_pressed(path, name, setup, budget=24, interval=None)
 
 
@@ -198,7 +198,7 @@ def test_an_answer_ends_where_generate_ends(tmp_path: Path) -> None:
     assert found.tokens == endless[: endless.index(ends) + 1]
 
 
-def test_as_many_are_kept_as_the_budget_says() -> None:
+def test_the_budget_sets_the_number_of_kept_tokens() -> None:
     """Of kvpress's ratio a number is made in floating point: none may come out one less."""
     for length in [*range(2, 130), 1023, 1024, 4097, 65536, 131071]:
         for kept in {1, length // 3, length // 2, length - 1} - {0}:
@@ -237,7 +237,7 @@ def test_answers_do_not_depend_on_earlier_ones(path: str) -> None:
         assert shared.answer(press, prompt, [], NEW).tokens == alone.tokens
 
 
-def test_keyhole_runs_beside_kvpress(path: str) -> None:
+def test_keyhole_runs_after_importing_kvpress(path: str) -> None:
     """kvpress wraps every attention function there is, and gives it dropout by its place."""
     prompt = tokens(40)
     given = keyhole.LLM(path, policy="full").generate(

@@ -49,7 +49,7 @@ selection_maps
 """.split()
 
 
-def test_a_line_says_what_was_measured() -> None:
+def test_a_line_has_the_conditions_of_its_measurement() -> None:
     evaluation = PressEvaluation(load(keyhole.tiny()))
     for setup in ("prompt", "question"):
         line = json.loads(json.dumps(evaluation.line(cell(setup=setup))))

@@ -43,7 +43,7 @@ def test_a_backend_has_the_signature_of_the_twin(name: str) -> None:
         assert signature(function) == signature(twin), backend
 
 
-def test_most_operations_have_a_backend_beside_the_reference() -> None:
+def test_most_operations_have_a_backend_besides_the_reference() -> None:
     assert len(OPERATIONS) > 12
     assert sum(any(backends(name)) for name in OPERATIONS) > len(OPERATIONS) * 3 // 4
 

@@ -53,7 +53,7 @@ def summed(draw: st.DrawFn) -> Summed:
 
 @given(summed())
 @examples(60)
-def test_scores_are_products_with_what_stands_for_pages(case: Summed) -> None:
+def test_scores_are_products_with_the_summaries_of_pages(case: Summed) -> None:
     found = kernels.summary_scores(case.query, case.summaries, case.table, case.valid)
     (_, heads, _), (_, of_page, kv_heads, _) = case.query.shape, case.summaries.shape
     assert found.dtype == torch.float32

@@ -260,7 +260,7 @@ def test_16_bit_numbers_are_read_and_written_exactly(dtype: torch.dtype) -> None
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=least)
 
 
-def test_a_result_depends_neither_on_neighbours_nor_on_threads(path: str) -> None:
+def test_a_result_depends_neither_on_the_batch_nor_on_threads(path: str) -> None:
     if path == "reference":
         pytest.skip("torch's products may differ with the batch")
     cache = Cache([5000, 17, 700], (2, 4, 64, 64), torch.float32)

@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,31 @@ def test_who_computes_goes_by_the_maker(anybody, monkeypatch):
     assert (fast_layers.in_float32() is functional.linear) != torch.backends.mkldnn.is_available()
     monkeypatch.setattr(fast_layers, "_CPUINFO", Path("/nowhere"))
     assert not fast_layers.mkl_is_slow()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_onednn_meets_few_numbers_of_tokens(anybody, monkeypatch, dtype):
+    """It keeps a compiled kernel for each, so that a server's memory grew with every new one."""
+    met = set()
+
+    def product(x, weight, bias):
+        met.add(x.numel() // x.shape[-1])
+        return functional.linear(x, weight, bias)
+
+    anybody("vendor_id : AuthenticAMD\n")
+    monkeypatch.setattr(fast_layers, "linear", product)
+    monkeypatch.setattr(fast_layers, "_by_onednn", lambda _, *given: product(*given))
+    layer = nn.Linear(4, 3).to(dtype)
+    x = torch.randn(1, 2048, 4, dtype=dtype)
+    with torch.no_grad():
+        wanted = layer(x)
+        speed_up_linear(nn.Sequential(layer), torch.device("cpu"))
+        for tokens in range(fast_layers._MANY, 2049):
+            found = layer(x[:, :tokens])
+            assert found.shape == (1, tokens, 3)
+            torch.testing.assert_close(found, wanted[:, :tokens])
+    assert len(met) <= 8 * 6 + 1
+    assert all(size < 9 / 8 * smaller + 8 for smaller, size in itertools.pairwise(sorted(met)))
 
 
 def test_gradients_are_torchs():

@@ -261,7 +261,7 @@ def test_clusters_are_those_found_from_scratch_at_every_step(kind: str, dtype: s
     assert all(len(request.generated) == 16 for request in requests)
 
 
-def test_a_known_beginning_that_leaves_no_room_for_its_copy_is_computed_again() -> None:
+def test_a_cached_prefix_is_computed_again_if_its_copy_does_not_fit() -> None:
     """Pages of a known prompt cannot be given up while they are copied: the request would wait
     for ever."""
     model, _ = twins("llama", num_hidden_layers=2)
@@ -336,7 +336,7 @@ def test_sinks_and_interval_follow_the_budget(budget: int, sinks: int, every: in
     assert (resolved.sink_size, resolved.cluster_every) == (sinks, every)
 
 
-def test_as_published_reads_generated_tokens_beside_the_budget() -> None:
+def test_as_published_reads_generated_tokens_outside_the_budget() -> None:
     """As the authors' code for accuracy: 16 sinks in the budget, a choice per query head."""
     policy = ClusterKV.as_published(shape(4), 1024).resolve(shape(4))
     assert (policy.sink_size, policy.cluster_size, policy.full_layers) == (16, 80, (0, 1))

@@ -166,7 +166,9 @@ def test_a_least_budget_above_the_length_is_dense_attention(
     same(forced_logits(model, make_policy(adaptive, settings), PROMPT, GIVEN), dense, 1e-5)
 
 
-def test_a_budget_that_covers_all_is_dense_beside_longer_ones(name: str, gqa: Model) -> None:
+def test_a_budget_that_covers_all_is_dense_in_a_batch_with_longer_ones(
+    name: str, gqa: Model
+) -> None:
     """The long neighbour makes the policy select for the short one too: it must select all."""
     engine = make_engine(gqa, make(name, {"token_budget": 6 * PAGE}))
     long = forced(engine, tokens(40, 3), tokens(12, 4))
@@ -331,7 +333,9 @@ def test_two_runs_are_bitwise_equal(name: str, gqa: Model, runs: Runs) -> None:
 
 
 @pytest.mark.one_in(5)
-def test_neighbours_change_nothing(name: str, model: Model, kind: str, runs: Runs) -> None:
+def test_other_requests_of_a_batch_change_nothing(
+    name: str, model: Model, kind: str, runs: Runs
+) -> None:
     policy = make(name, SMALL)
     *others, last = runs.ragged(name, kind)[1]
     same(torch.stack(last.logits), torch.stack(runs.alone(name, kind)[1].logits))

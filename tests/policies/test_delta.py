@@ -325,7 +325,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         Delta(layers=str(path)).resolve(shape(8))
 
 
-def test_a_file_beside_the_weights_is_used_unless_layers_are_given(tmp_path: Path) -> None:
+def test_a_file_in_the_model_folder_is_used_unless_layers_are_given(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path, num_hidden_layers=8)
     plain = LLM(folder, Delta(token_budget=64), memory="1MiB").policy
     calibration(8, (1, 5)).save(Path(folder) / CALIBRATION_FILE)

@@ -114,7 +114,7 @@ LENGTHS = [len(prompt) for prompt in PROMPTS]
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama_group3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(("sink", "window"), [(0, None), (2, 5)])
-def test_all_generated_tokens_may_be_read_beside_the_budget(
+def test_all_generated_tokens_may_be_read_outside_the_budget(
     kind: str, sink: int, window: int | None
 ) -> None:
     """As in the authors' code: a filter chooses among the prompt's tokens, by their softmax."""
@@ -188,7 +188,7 @@ def test_no_layer_after_a_filter_is_dense_where_none_would_be_left(
     assert len(policy.dense_layers(shape(num_layers))) < num_layers
 
 
-def test_a_lower_tier_has_no_room_for_all_generated_tokens() -> None:
+def test_offloading_is_refused_if_all_generated_tokens_are_kept() -> None:
     policy = OmniKV(keep_generated=True).resolve(shape(9))
     assert policy.outside_budget() == "all generated tokens"
     with pytest.raises(ConfigError, match="offload= needs keep_generated=False"):

@@ -172,7 +172,7 @@ def test_summaries_are_part_of_the_memory() -> None:
     assert sum(t.nbytes for t in tensors) == cache.capacity * cache.page_bytes
 
 
-def test_a_budget_below_a_page_is_refused() -> None:
+def test_a_budget_smaller_than_a_page_is_refused() -> None:
     model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="token_budget 3 must be at least one page of 4"):
         make_engine(model, Quest(token_budget=3))

@@ -293,7 +293,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_is_shared_is_only_given_up_and_holes_are_never_found_again() -> None:
+def test_shared_pages_are_only_released_and_gaps_are_never_cached() -> None:
     model, _ = twins("llama_group3", num_hidden_layers=2)
     engine = make_engine(model, RaaS(token_budget=4 * PAGE, prompt_in_budget=True))
     assert engine.prefix is not None

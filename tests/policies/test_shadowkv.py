@@ -243,7 +243,7 @@ def test_keys_of_full_rank_are_the_keys(kind: str, rank: int) -> None:
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
-def test_what_is_read_beside_the_keys_is_counted() -> None:
+def test_reads_besides_keys_are_counted() -> None:
     model, _ = twins("llama", num_hidden_layers=3)
     engine = make_engine(model, ShadowKV(token_budget=12, rank=5))
     request = engine.add(prompt(17), dataclasses.replace(GREEDY, max_tokens=5))
@@ -290,7 +290,7 @@ def test_sizes_follow_the_budget(
     assert found == (chunk, outlying, window)
 
 
-def test_as_published_chooses_the_budget_and_reads_the_rest_beside_it() -> None:
+def test_as_published_selects_the_budget_and_reads_the_rest_outside_it() -> None:
     """48 outlier chunks of 8, the last 4 chunks of the prompt, and all generated tokens."""
     policy = ShadowKV.as_published(shape(4), 256).resolve(shape(4))
     assert (policy.outlier_chunks, policy.window_size, policy.chunk_size) == (48, 32, 8)

@@ -21,8 +21,9 @@ HOOKS = [
     for name, _ in inspect.getmembers(Policy, callable)
     if not name.startswith("_") and name != "as_published"
 ]
-#: All but `capturable`: see below.
-VARIABLES = [n for n in Policy.__annotations__ if not n.startswith("_") and n != "capturable"]
+#: What a wrapper says for itself, as it observes on the host: see below.
+OWN = ("capturable", "speculative")
+VARIABLES = [n for n in Policy.__annotations__ if not n.startswith("_") and n not in OWN]
 WRAPPERS = [PolicyProxy, Traced, Recording]
 
 
@@ -90,6 +91,8 @@ def test_who_looks_on_sees_every_step(wrapper: Any) -> None:
     """A step that is repeated from a recording calls no hooks."""
     assert Delta.capturable is True
     assert isinstance(wrapper(Delta()).capturable, str)
+    assert Delta.speculative is True
+    assert isinstance(wrapper(Delta()).speculative, str)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -21,7 +21,7 @@ def test_intervals_are_wilsons() -> None:
     assert wilson(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
 
 
-def test_a_reader_says_what_greedy_generation_would() -> None:
+def test_a_reader_agrees_with_greedy_generation() -> None:
     checkpoint = Path(keyhole.tiny())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -38,7 +38,7 @@ def test_a_reader_says_what_greedy_generation_would() -> None:
         assert reader.right(items) == generated
 
 
-def test_the_table_beside_the_model_is_of_every_task_and_length_with_100_items() -> None:
+def test_the_models_table_has_every_task_and_length_with_100_items() -> None:
     found = json.loads((Path(keyhole.tiny()) / examination.RESULTS).read_text())
     assert {cell["length"] for cell in found} == set(examination.LENGTHS)
     assert {cell["task"] for cell in found} == set(TASKS)

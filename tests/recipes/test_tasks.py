@@ -89,7 +89,7 @@ def test_only_a_whole_answer_is_correct():
     assert share_before_first_error(item, "") == 0.0
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_reported():
     with pytest.raises(ValueError, match="unknown task 'recal'; one of recall"):
         make("recal", 512, 0)
     with pytest.raises(ValueError, match="at least 96"):

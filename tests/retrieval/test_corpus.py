@@ -57,7 +57,7 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
         read(tmp_path / "data.txt", None, VOCAB_SIZE)
 
 
-def test_long_texts_are_cut_anywhere_and_short_ones_given_whole() -> None:
+def test_long_texts_are_cut_anywhere_and_short_ones_are_returned_whole() -> None:
     corpus = FileCorpus((list(range(1000)), list(range(5000, 5080))))
     drawn = [corpus.text(Random(seed), 100) for seed in range(200)]
     long = [text for text in drawn if text[0] < 1000]

@@ -44,7 +44,7 @@ def test_mass_features_and_logits_are_those_of_eager_attention(
     assert network.config._attn_implementation == "eager"
 
 
-def test_a_kv_head_stands_for_its_group_and_a_latent_head_for_itself() -> None:
+def test_mass_is_per_kv_head_or_per_head_with_latents() -> None:
     for kind, heads in (("llama_group3", 2), ("gpt_bigcode", 1), ("deepseek_v3", 4)):
         network = make_network(make_config(kind))
         assert len(Teacher(network, ()).targets(text(), torch.tensor([9])).mass) == heads

@@ -128,8 +128,8 @@ def test_multi_infllm_keeps_the_best_blocks_of_one_context(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.97, 1.0])
-def test_multi_infllm_keeps_as_many_tokens_as_it_is_told(share: float) -> None:
-    """Never more than the share, and less by fewer than a block, but for the ends."""
+def test_multi_infllm_keeps_the_given_share_of_tokens(share: float) -> None:
+    """Never more than the share, and less than a block below it, not counting the ends."""
     method = MultiInfLLM(sequence_ratio=share).resolve(GEOMETRY)
     documents, query = make_documents(LENGTHS), make_query()
     plan = plan_of(method, documents, query)

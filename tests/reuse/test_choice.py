@@ -81,7 +81,7 @@ def test_one_document_keeps_all_that_it_wants() -> None:
     assert not choose(scores, [0.0])[0].any()
 
 
-def test_a_document_that_stands_out_wins_over_one_with_large_scores() -> None:
+def test_a_document_with_outliers_wins_over_one_with_large_scores() -> None:
     """Standardised: what counts is how far a block is above its document."""
     flat = torch.tensor([[1000.0, 1001.0, 1002.0, 1003.0]])
     peak = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
@@ -107,7 +107,7 @@ def test_standard_scores_have_mean_0_and_deviation_1() -> None:
 
 
 @pytest.mark.parametrize("scores", [[[2.5]], [[0.1, 0.1, 0.1]], [[]]])
-def test_blocks_that_are_all_alike_score_nothing(scores: list[list[float]]) -> None:
+def test_equal_blocks_score_zero(scores: list[list[float]]) -> None:
     assert not standardised(torch.tensor(scores)).any()
 
 
@@ -115,7 +115,7 @@ def test_blocks_that_are_all_alike_score_nothing(scores: list[list[float]]) -> N
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=9),
     st.integers(0, 30),
 )
-def test_the_best_are_taken_while_there_is_room(blocks: list[tuple[int, int]], room: int) -> None:
+def test_the_best_blocks_are_taken_while_they_fit(blocks: list[tuple[int, int]], room: int) -> None:
     scores = torch.tensor([[float(score) for score, _ in blocks]])
     sizes = torch.tensor([size for _, size in blocks])
     taken, left = set(), room

@@ -32,7 +32,7 @@ def test_it_is_the_criterion_written_out(alphas: list[float]) -> None:
 
 @pytest.mark.parametrize("far", [1.0, 1e-3, 1e6, 7.3])
 def test_eleven_blocks_may_have_an_outlier_and_ten_may_not(far: float) -> None:
-    """The most that one of ten numbers can lie apart is three deviations, but for rounding."""
+    """One of ten numbers can deviate by at most three deviations, except for rounding."""
     base = 0.1234567
     eleven = torch.tensor([base] * 5 + [base - far] + [base] * 5)
     assert outliers(eleven).nonzero().flatten().tolist() == [5]

@@ -223,7 +223,7 @@ def test_blocks_scored_by_extreme_keys(share: float | None, bias: bool, kv_heads
     assert torch.equal(found.kept, by_mean.kept) == (found.shares == (0.0,) * 5)
 
 
-def test_a_share_stands_for_that_of_the_paper() -> None:
+def test_a_given_share_replaces_the_papers() -> None:
     documents, query = make_documents(LENGTHS), make_query()
     found = method(share=0.5).plan(documents, query)
     assert found.shares == (0.5, 0.0, 0.5, 0.5, 0.0)
@@ -278,7 +278,7 @@ def test_the_glance_is_the_ends_of_every_document() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (12,), (4, 9, 3)])
-def test_documents_without_a_middle_are_kept_and_computed_again_whole(
+def test_documents_without_middle_blocks_are_kept_and_recomputed_completely(
     lengths: tuple[int, ...],
 ) -> None:
     documents = make_documents(lengths)

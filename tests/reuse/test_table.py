@@ -1,4 +1,4 @@
-"""Reuse methods by name: ours, those of other packages, and what is said of an unknown one."""
+"""Reuse methods by name: ours, those of other packages, and the error for an unknown one."""
 
 from __future__ import annotations
 

@@ -272,7 +272,9 @@ def test_structured_outputs_are_those_of_vllm(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_reasoning_stands_apart(client: openai.OpenAI, template: Any, begun: bool) -> None:
+def test_reasoning_is_separate_from_the_answer(
+    client: openai.OpenAI, template: Any, begun: bool
+) -> None:
     template(templates.REASONING_BEGUN if begun else templates.REASONING)
     begin = "" if begun else '"<think>"'
     grammar = f'start: {begin} /[a-z]{{6}}/ "</think>\\n\\n" /[0-9]{{4}}/'

@@ -30,7 +30,7 @@ def test_the_model_is_listed(client: openai.OpenAI, llm: LLM) -> None:
         client.models.retrieve("other")
 
 
-def test_a_chat_is_what_the_engine_says(client: openai.OpenAI, llm: LLM) -> None:
+def test_a_chat_equals_the_engines_answer(client: openai.OpenAI, llm: LLM) -> None:
     made = client.chat.completions.create(model="small", messages=HELLO, max_tokens=8, **GREEDY)
     expected = wanted(llm)
     (choice,) = made.choices

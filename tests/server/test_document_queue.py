@@ -147,7 +147,7 @@ def test_one_that_is_removed_while_it_is_encoded_is_not_stored(
     assert llm.engine.cache.available == free
 
 
-def test_a_failure_says_why_and_is_forgotten_by_the_next(address: str, llm: LLM) -> None:
+def test_a_failure_has_a_reason_and_the_next_job_clears_it(address: str, llm: LLM) -> None:
     place = f"{address}/v1/documents"
     too_long = b"x" * (llm.engine.max_length + 1)
     assert httpx2.put(f"{place}/f?wait=false", content=too_long).status_code == 202

@@ -191,7 +191,7 @@ def test_an_answer_says_which_passages_it_used(
         assert found == marks.sum(0).tolist()
 
 
-def test_passages_are_left_out_when_told_and_where_all_is_computed(
+def test_passages_are_omitted_on_request_and_without_reuse(
     client: openai.OpenAI, stored: dict[str, Any]
 ) -> None:
     names = [{"name": name} for name in stored]
@@ -199,7 +199,7 @@ def test_passages_are_left_out_when_told_and_where_all_is_computed(
     assert ask(client, documents=[*stored], reuse="recompute")["documents"] == names
 
 
-def test_a_stream_says_them_with_its_usage(client: openai.OpenAI, stored: dict[str, Any]) -> None:
+def test_a_stream_has_passages_in_its_usage(client: openai.OpenAI, stored: dict[str, Any]) -> None:
     stream = client.chat.completions.create(
         model="small",
         messages=[{"role": "user", "content": "are there pears?"}],

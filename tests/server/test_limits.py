@@ -91,7 +91,7 @@ def test_a_config_that_cannot_be_is_refused(settings: dict[str, Any], said: str)
         ServerConfig(**settings)
 
 
-def test_others_are_let_in_with_a_key_or_when_told() -> None:
+def test_other_hosts_are_accepted_with_a_key_or_insecure() -> None:
     assert ServerConfig(host="0.0.0.0", api_key=("k",)).host == "0.0.0.0"
     assert ServerConfig(host="0.0.0.0", insecure=True).insecure
     assert ServerConfig(host="::1").host == "::1"

@@ -115,7 +115,7 @@ def test_chats_streams_and_documents_take_it(client: openai.OpenAI, llm: LLM) ->
         ({"recent_pages": 2}, "recent_pages: Extra inputs are not permitted"),
     ],
 )
-def test_what_cannot_be_is_an_error_that_says_so(
+def test_an_invalid_policy_is_a_clear_error(
     client: openai.OpenAI, llm: LLM, asked: Any, said: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as error:

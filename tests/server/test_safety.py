@@ -1,4 +1,4 @@
-"""What a server does not let happen unless it is told to."""
+"""What a server refuses unless its settings allow it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from tests.server.conftest import serving
 _BODY = {"prompt": "secret words", "max_tokens": 2}
 
 
-def test_listening_elsewhere_needs_a_key_or_to_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_listening_on_other_addresses_needs_a_key_or_insecure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert ServerConfig().host == "127.0.0.1"
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "give an api_key, or insecure" in capsys.readouterr().err
@@ -80,7 +82,7 @@ def test_the_documentation_of_the_api_loads_nothing_from_elsewhere(llm: LLM) -> 
 
 
 def test_no_other_site_is_let_in(address: str) -> None:
-    """CORS is off: no answer allows another origin to read it, and none is told that it may ask."""
+    """CORS is off: no answer lets another origin read it, and no preflight allows a request."""
     asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "PUT"}
     for method, path in (("OPTIONS", "/v1/documents/x"), ("GET", "/v1/models")):
         answer = httpx2.request(method, address + path, headers=asked)

@@ -99,7 +99,7 @@ def answers(address: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server is one process")
 @pytest.mark.parametrize("killed", ["engine", "http"])
 def test_neither_process_outlives_the_other(path: str, killed: str) -> None:
-    """One that answers without an engine would keep the port; an engine alone answers nobody."""
+    """HTTP without an engine would keep the port; an engine without HTTP answers no client."""
     with process("--model", path, "--memory", "8MiB") as (server, address, lines):
         (child,) = children(server.pid)
         assert answers(address)

@@ -64,7 +64,7 @@ def test_the_texts_of_tokens_are_the_prompt_and_the_answer(client: openai.OpenAI
     assert len(said["prompt"]) == said["tokens"][0]["length"] == answer.usage.prompt_tokens  # type: ignore[union-attr]
 
 
-def test_a_stream_says_it_token_by_token(client: openai.OpenAI) -> None:
+def test_a_stream_has_reads_token_by_token(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASK, extra_body=TRACE)
     stream = client.chat.completions.create(**ASK, stream=True, extra_body=TRACE)
     said = [c.choices[0].model_extra["keyhole"] for c in stream if c.choices]  # type: ignore[index]
@@ -90,7 +90,7 @@ def test_each_completion_has_its_own(client: openai.OpenAI) -> None:
             assert token["layers"] == [0] * 4
 
 
-def test_answers_that_nobody_traces_have_none(client: openai.OpenAI) -> None:
+def test_answers_without_trace_have_no_reads(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASK)
     assert "keyhole" not in (answer.choices[0].model_extra or {})
 

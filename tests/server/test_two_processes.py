@@ -43,7 +43,7 @@ def _at_rest(llm: LLM) -> Iterator[None]:
 async def remote(llm: LLM) -> AsyncIterator[RemoteLLM]:
     """The side of HTTP; the block ends when all requests have."""
     here, there = socket.socketpair()
-    engine = EngineServer(llm, there)
+    engine = EngineServer(llm, there, interval=0.05)
     thread = threading.Thread(target=engine.run)
     thread.start()
     served, lost = RemoteLLM(llm, Link(here)), asyncio.Event()
@@ -82,7 +82,7 @@ def test_requests_get_what_each_gets_alone(llm: LLM) -> None:
     assert asyncio.run(main()) == [(one.text, one.token_ids) for one in alone]
 
 
-def test_completions_of_a_prompt_with_what_is_told_of_their_tokens(llm: LLM) -> None:
+def test_completions_of_a_prompt_with_logprobs_and_reads(llm: LLM) -> None:
     params = SamplingParams(n=3, max_tokens=6, temperature=1.0, seed=2, logprobs=2, trace=True)
     wanted = llm.generate("what?", params).completions
 
@@ -113,7 +113,7 @@ def test_errors_come_back_as_they_were(llm: LLM) -> None:
     asyncio.run(main())
 
 
-def test_a_step_that_fails_is_told_to_all_and_logged_once(
+def test_a_failed_step_is_reported_to_all_and_logged_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = llm.engine.step

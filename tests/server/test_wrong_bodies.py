@@ -64,7 +64,7 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(address: str, field: s
 @pytest.mark.parametrize(
     "prompt", [[-1], [2**31], [2**70], [[]], [[1], "a"], ["a", 1], [1.5], [[1, -2]], ["\x00"]]
 )
-def test_prompts_of_wrong_tokens_are_told(address: str, prompt: Any) -> None:
+def test_prompts_of_wrong_tokens_are_errors(address: str, prompt: Any) -> None:
     body = {"prompt": prompt, "max_tokens": 2}
     assert _is_served_or_told(httpx2.post(f"{address}/v1/completions", json=body))
 

@@ -77,7 +77,7 @@ def test_the_readme_has_fewer_than_200_lines() -> None:
         "shorter ones nothing",
     ],
 )
-def test_nobody_has_to_decode_a_phrase(phrase: str) -> None:
+def test_no_page_has_an_opaque_phrase(phrase: str) -> None:
     """Fifteen phrases of ours that new users could not read; the field has words for all."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "keyhole").rglob("*.py")]
     files += (ROOT / "tests" / "golden").glob("*.txt")

@@ -41,7 +41,7 @@ def test_a_function_has_the_changed_code_wherever_it_is_held() -> None:
     assert (room(4), room(5)) == (True, False)
 
 
-def test_a_mutant_of_a_function_that_nobody_has_is_an_error() -> None:
+def test_a_mutant_of_an_unknown_function_is_an_error() -> None:
     codes = mutated("fits(size)", "fits(-size)")
     assert codes is not None
     with pytest.raises(AssertionError):

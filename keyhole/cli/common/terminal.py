@@ -127,7 +127,9 @@ def closing_line(stats: Stats) -> str:
     """The counters of a request in one line."""
     parts = [f"{stats.generated_tokens} tokens"]
     if stats.step_ms:
-        parts.append(f"{1e3 / stats.step_ms:.1f} tokens/s")
+        parts.append(f"{1e3 * (stats.accepted_length or 1) / stats.step_ms:.1f} tokens/s")
+    if stats.accepted_length is not None:
+        parts.append(f"{stats.accepted_length:.2f} tokens per step")
     if stats.attended_fraction is not None:
         parts.append(f"{100 * stats.attended_fraction:.1f} % of keys read")
         parts.append(f"{bytes_text(bytes_per_step(stats))} read per token")

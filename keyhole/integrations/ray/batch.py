@@ -1,11 +1,11 @@
-"""Files of requests on an actor pool of Ray Data, every line answered exactly once.
+"""Answers files of requests on an actor pool of Ray Data, each line exactly once.
 
     python -m keyhole.integrations.ray.batch s3://b/in.jsonl s3://b/out model=PLACE num_replicas=4
 
 The input is as for `keyhole batch`, at any URL that fsspec supports. The output is a folder with a
-file of answers for each part of the input. A part is computed by one actor and appears as a whole,
-so whatever is computed twice, because an actor or the whole job ended, replaces itself. The same
-command again computes only the parts that are missing.
+file of answers for each part of the input. One actor computes a part and writes it atomically, so
+a part that is computed again, because an actor or the job failed, replaces the first. Repeating the
+command computes only the missing parts.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from keyhole.integrations.ray.replica import make_llm
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.integrations.ray.start import check_model
 
-#: Lines of a part: what the end of an actor costs, and many times what a step computes at once.
+#: Lines of a part: the work lost when an actor fails, and many times the requests of a step.
 PART_LINES = 256
 _MANIFEST = "_input.json"
-#: Blocks of Ray Data; each has some parts.
+#: The most blocks of Ray Data; a block holds one or more parts.
 _MOST_BLOCKS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPart:
-    """Bytes of the input from start to stop. first: number of the line that they begin with.
+    """Bytes of the input from start to stop. first: the number of the first line.
 
-    lines: those that are not blank. repeated: numbers of lines whose custom_id an earlier line has,
-    and the codes and messages.
+    lines: how many are not blank. repeated: by line number, the error code and message of lines
+    whose custom_id an earlier line has.
     """
 
     index: int
@@ -66,16 +66,16 @@ class BatchPart:
 
     @property
     def name(self) -> str:
-        """Of its file in the output."""
+        """Name of its output file."""
         return f"part-{self.index:06}.jsonl"
 
 
 def run(source: str, output: str, given: Mapping[str, Any]) -> BatchOutcome:
-    """Answers every line of `source` that the folder `output` has no answer for yet.
+    """Answers every line of `source` that has no answer yet in the folder `output`.
 
     given: names and values as `app` takes them; num_replicas actors answer, each with num_cpus and
-    num_gpus. Ray is started if it was not.
-    ConfigError for settings, input or output that cannot be.
+    num_gpus. Starts Ray if it is not running.
+    ConfigError for invalid settings, input or output.
     """
     settings = read_settings(given)
     check_model(settings.model, given.get("policy"))
@@ -101,7 +101,7 @@ def run(source: str, output: str, given: Mapping[str, Any]) -> BatchOutcome:
 
 
 def plan(source: str) -> tuple[list[BatchPart], str]:
-    """The parts, and what tells this input from others; ConfigError if it cannot be read."""
+    """The parts, and a string that identifies this input; ConfigError if it cannot be read."""
     parts: list[BatchPart] = []
     digest, position = hashlib.sha256(), 0
     start, first, lines = 0, 1, 0
@@ -144,7 +144,7 @@ def plan(source: str) -> tuple[list[BatchPart], str]:
 
 
 class BatchFolder:
-    """The output. ConfigError for a place that cannot be."""
+    """The output folder. ConfigError if it cannot be used."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -155,7 +155,7 @@ class BatchFolder:
             raise ConfigError(f"{place!r} cannot be a folder of answers: {error}") from error
 
     def claim(self, manifest: str, source: str) -> None:
-        """Says which input its answers are for; ConfigError if it has answers to another."""
+        """Records which input the answers are for; ConfigError if it holds answers to another."""
         path = self._path(_MANIFEST)
         if self._files.exists(path):
             known = json.loads(self._files.cat_file(path))["input"]
@@ -178,19 +178,19 @@ class BatchFolder:
         return bool(self._files.exists(self._path(part.name)))
 
     def errors(self, part: BatchPart) -> int:
-        """How many of its lines have errors."""
+        """How many lines of the part have errors."""
         texts = self._files.cat_file(self._path(part.name)).splitlines()
         return sum(not is_answer(json.loads(text)) for text in texts)
 
     def add(self, part: BatchPart, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Its answers, as a whole."""
+        """Writes the answers of a part, atomically."""
         self._write(part.name, b"".join(as_line(entry) for entry in entries))
 
     def _path(self, name: str) -> str:
         return f"{self._folder.rstrip('/')}/{name}"
 
     def _write(self, name: str, data: bytes) -> None:
-        # Written beside and renamed: a file that is there is complete.
+        # Written under another name and then renamed: a file with its final name is complete.
         beside = self._path(f".{name}.{uuid.uuid4().hex}")
         try:
             self._files.pipe_file(beside, data)
@@ -200,7 +200,7 @@ class BatchFolder:
 
 
 class PartWorker:
-    """An actor: an engine that answers parts."""
+    """An actor with an engine, which answers parts."""
 
     def __init__(self, source: str, output: str, settings: RaySettings) -> None:
         self._source = source
@@ -208,16 +208,16 @@ class PartWorker:
         llm = make_llm(settings)
         server = {name: value for name, value in settings.server.items() if name in SETTINGS}
         self._app = batch_app(AsyncLLM(llm), server)
-        # As many again wait in the engine, so that a step finds the next one there.
+        # Twice the batch, so that a request is already waiting when another one ends.
         self._at_once = 2 * llm.engine.config.max_batch
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Answers a batch of parts, and returns it."""
+        """Answers a batch of parts and returns it."""
         for text in rows["part"]:
             given = json.loads(str(text))
             repeated = {int(number): tuple(p) for number, p in given.pop("repeated").items()}
             part = BatchPart(**given, repeated=repeated)
-            if not self._folder.has(part):  # an actor before this one may have been that far
+            if not self._folder.has(part):  # an actor that failed may have written it
                 self._folder.add(part, asyncio.run(self._answer(part)))
         return rows
 

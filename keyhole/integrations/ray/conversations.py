@@ -1,4 +1,4 @@
-"""What `previous_response_id` names: kept once, so that any replica can go on with it."""
+"""Conversations by `previous_response_id`: kept once, so that any replica can continue them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Conversations:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def put(self, name: str, kept: _Kept) -> None:
-        """Keeps them; the oldest go."""
+        """Keeps a conversation; drops the oldest."""
         self._kept[name] = kept
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
 
     def get(self, name: str) -> _Kept | None:
-        """None for a response that is not known."""
+        """None for an unknown response."""
         return self._kept.get(name)
 
 
 class SharedHistory(History):
-    """A replica's own history, and what it has to tell the others."""
+    """A replica's history; `told` has the entries that other replicas do not know yet."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: dict[str, _Kept] = {}
 
     def add(self, name: str, key: str, messages: list[dict[str, Any]]) -> None:
-        """As History's; until `told` is emptied the others do not know it."""
+        """Adds an entry here and in `told`, from which the replica sends it to the others."""
         super().add(name, key, messages)
         self.told[name] = key, messages
 
     def learn(self, name: str, kept: _Kept) -> None:
-        """What another replica knows."""
+        """Adds an entry from another replica."""
         super().add(name, *kept)

@@ -1,4 +1,4 @@
-"""The metrics of a replica in Ray's exporter, which Prometheus reads on every machine."""
+"""Exports a replica's metrics through Ray, whose exporter Prometheus scrapes on each machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ray.serve.metrics import Gauge
 
 logger = logging.getLogger("keyhole.server")
 
-#: As often as Ray sends metrics on.
+#: The interval at which Ray reports metrics.
 _SECONDS = 5.0
 
 
 async def export(registry: CollectorRegistry) -> None:
-    """Copies what the server's /metrics has, again and again, as `ray_` and its name.
+    """Copies the server's metrics to Ray periodically, under their names with the prefix `ray_`.
 
     Serve adds the labels deployment, replica and application.
     """
@@ -23,7 +23,7 @@ async def export(registry: CollectorRegistry) -> None:
     while True:
         try:
             await _copy(registry, gauges)
-        except Exception:  # what is counted is not worth an answer; the next round may succeed
+        except Exception:  # metrics must not stop the replica; the next round may succeed
             logger.exception("metrics were not exported")
         await asyncio.sleep(_SECONDS)
 
@@ -32,7 +32,7 @@ async def _copy(registry: CollectorRegistry, gauges: dict[str, Gauge]) -> None:
     for family in await asyncio.to_thread(lambda: [*registry.collect()]):
         for sample in family.samples:
             if sample.name not in gauges:
-                # A gauge for all kinds: Ray's counters would be given other names.
+                # A gauge for all kinds: Ray would rename counters.
                 keys = tuple(sample.labels)
                 gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
             gauges[sample.name].set(sample.value, tags=dict(sample.labels))

@@ -1,4 +1,4 @@
-"""Takes HTTP requests, sends each to a replica, and tries again what a dead replica had."""
+"""Takes HTTP requests, sends each to a replica, and retries those of a dead replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from keyhole.integrations.ray.routing import routing_key
 from keyhole.server.errors import ApiError
 
-#: A request that ends every replica that it reaches must not reach all of them.
+#: Limited, because a request that crashes its replica must not crash all of them.
 _ATTEMPTS = 3
 _KEPT = (
     "type",
@@ -30,7 +30,7 @@ _KEPT = (
 
 
 class Front:
-    """The ingress: a deployment around Forwarder."""
+    """The ingress deployment, around a Forwarder."""
 
     def __init__(self, replicas: DeploymentHandle[Any], max_body: int) -> None:
         self._forwarder = Forwarder(replicas, max_body)
@@ -40,14 +40,14 @@ class Front:
 
 
 class Forwarder:
-    """An ASGI application. max_body: bytes of a body that are passed on to replicas."""
+    """An ASGI application. max_body: the most bytes of a body that replicas accept."""
 
     def __init__(self, replicas: DeploymentHandle[Any], max_body: int) -> None:
         self._replicas = replicas.options(stream=True, method_name="answer")
         self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request by a replica."""
+        """Forwards one request to a replica."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
@@ -56,7 +56,7 @@ class Forwarder:
                 await self._forward(scope, body, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body; None if the client has left. More than is allowed is cut, and refused there."""
+        """The body; None if the client has disconnected. The replica refuses one that is cut."""
         found = bytearray()
         while len(found) <= self._max_body:
             message = await receive()
@@ -68,7 +68,7 @@ class Forwarder:
         return bytes(found)
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
-        # Serve's route prefix is not part of the application's paths.
+        # The application's paths do not include Serve's route prefix.
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         plain = {name: scope[name] for name in _KEPT if name in scope}
         plain |= {"path": path, "raw_path": path.encode(), "root_path": ""}
@@ -90,11 +90,11 @@ class Forwarder:
                 await exchange.fail(_UNAVAILABLE)
                 return
             finally:
-                pieces.cancel()  # of no effect when it is done
+                pieces.cancel()  # no effect on a finished call
 
 
 class ForwardedAnswer:
-    """What a client got of an answer."""
+    """The part of an answer that the client has received."""
 
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
@@ -102,21 +102,21 @@ class ForwardedAnswer:
         self.has_begun = False
 
     async def copy(self, pieces: AsyncGenerator[list[dict[str, Any]], None]) -> None:
-        """Passes on an answer as it comes."""
+        """Forwards an answer as it arrives."""
         async for messages in pieces:
             for message in messages:
                 if message["type"] == "http.response.start":
                     self.has_begun = True
                     kinds = [value for name, value in message["headers"] if name == b"content-type"]
                     self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-                    # Serve's proxy adds the same one.
+                    # Serve's proxy adds this header.
                     message["headers"] = [
                         one for one in message["headers"] if one[0] != b"x-request-id"
                     ]
                 await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Ends the answer with an error object; a body that is no stream is only cut off."""
+        """Ends the answer with an error object; a body that is not a stream is cut off."""
         if not self.has_begun:
             response = error.response()
             start = {"status": response.status_code, "headers": response.raw_headers}

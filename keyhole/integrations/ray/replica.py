@@ -19,7 +19,7 @@ from keyhole.llm import LLM
 from keyhole.server.app import create_app
 from keyhole.server.state import State
 
-#: What an application sends: {"type": "http.response.start", ...} and the parts of the body.
+#: A message of the application: {"type": "http.response.start", ...} or a part of the body.
 AsgiMessage = MutableMapping[str, Any]
 
 _RESPONSES = "/v1/responses"
@@ -27,7 +27,7 @@ _REASON = b"keyhole:failed_start"
 
 
 def make_llm(settings: RaySettings) -> LLM:
-    """The engine that the settings describe; ConfigError for documents of other models alone."""
+    """The engine of the settings; ConfigError if all stored documents belong to other models."""
     llm = LLM(
         settings.model,
         settings.policy,
@@ -48,7 +48,7 @@ def make_llm(settings: RaySettings) -> LLM:
 
 
 def tell_driver(error: KeyholeError) -> None:
-    """Leaves why a replica cannot start where `reason` finds it; Serve's message lacks it."""
+    """Stores for `reason` why a replica cannot start, which Serve's message does not say."""
     internal_kv._internal_kv_put(_REASON, str(error).encode())
 
 
@@ -59,7 +59,7 @@ def reason() -> str | None:
 
 
 class Replica:
-    """Answers what the front sends; conversations: the deployment that keeps them."""
+    """Answers the front's requests. conversations: the deployment that keeps them."""
 
     def __init__(self, settings: RaySettings, conversations: DeploymentHandle[Any]) -> None:
         self._exporting: asyncio.Future[None] | None = None
@@ -68,22 +68,24 @@ class Replica:
         except KeyholeError as error:
             tell_driver(error)
             raise
-        self._app = create_app(AsyncLLM(llm), settings.server_config())
+        config = settings.server_config()
+        served = AsyncLLM(llm, stream_interval=config.stream_interval)
+        self._app = create_app(served, config)
         self._state: State = self._app.state.keyhole
         self._history = self._state.history = SharedHistory()
         self._conversations = conversations
         self._exporting = asyncio.ensure_future(export(self._state.metrics.registry))
 
     def __del__(self) -> None:
-        if self._exporting is not None:  # it is None if the engine could not start
+        if self._exporting is not None:  # None if the engine could not start
             self._exporting.cancel()
 
     async def answer(
         self, key: str, scope: dict[str, Any], body: bytes
     ) -> AsyncGenerator[list[AsgiMessage], None]:
-        """The application's messages for one request, those that are there together.
+        """Yields the application's messages for one request, in lists of those that are ready.
 
-        key: for the router alone. A caller that leaves frees the request within a step.
+        key: only for the router. When the caller leaves, the request is freed within a step.
         """
         if scope["path"] == _RESPONSES:
             await self._recall(body)
@@ -113,7 +115,7 @@ class Replica:
             if parts:
                 return parts.pop()
             await asyncio.Event().wait()  # a client that leaves cancels this task
-            raise AssertionError("nobody sets it")
+            raise AssertionError("the event is never set")
 
         async def send(message: AsgiMessage) -> None:
             messages.put_nowait(message)
@@ -124,7 +126,7 @@ class Replica:
             messages.put_nowait(None)
 
     async def _recall(self, body: bytes) -> None:
-        """Learns of the conversation that a body goes on with, if another replica had it."""
+        """Fetches the conversation that a body continues, if it ran on another replica."""
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
@@ -136,7 +138,7 @@ class Replica:
                 self._history.learn(name, kept)
 
     async def _tell(self) -> None:
-        """Lets the other replicas know of new responses before their clients do."""
+        """Shares new responses with the other replicas before the clients receive them."""
         while self._history.told:
             name, kept = self._history.told.popitem()
             await self._conversations.put.remote(name, kept)

@@ -1,4 +1,4 @@
-"""Serve's request router: requests of one key go to one replica while it is not overloaded."""
+"""Serve's request router: requests with one key go to one replica unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from keyhole.integrations.ray.routing import STRICT, ranked
 
 
 class AffinityRouter(RequestRouter):
-    """Chooses by rendezvous hashing of the key that is the first argument of a call.
+    """Chooses by rendezvous hashing of the key, the first argument of a call.
 
-    A replica with `overloaded` requests is passed over as long as another has fewer; of those, and
-    without a key, the one with the fewest requests is taken.
+    Skips replicas with `overloaded` requests while another has fewer. If all are overloaded, or
+    without a key, chooses the one with the fewest requests.
     """
 
     def initialize_state(self, overloaded: int) -> None:
-        """overloaded: requests that are more than a replica runs at once."""
+        """overloaded: the number of requests from which a replica counts as overloaded."""
         self._overloaded = overloaded
 
     async def choose_replicas(
@@ -26,10 +26,10 @@ class AffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replicas in the order in which they should be asked."""
+        """The replicas in order of preference."""
         key = ""
         if pending_request is not None:
-            # All replicas are among those below: when none has room, Serve waits a little.
+            # The result lists all replicas: when all are full, Serve waits before it retries.
             pending_request.routing_context.should_backoff = True
             key = str(pending_request.args[0]) if pending_request.args else ""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
@@ -45,5 +45,5 @@ class AffinityRouter(RequestRouter):
         return [[one] for one in (*free, *sorted(busy, key=self._length))]
 
     def _length(self, replica: RunningReplica) -> int:
-        """Requests of a replica, as far as this process knows."""
+        """The replica's number of requests that this process knows of."""
         return self.replica_queue_len_cache.get(replica.replica_id) or 0

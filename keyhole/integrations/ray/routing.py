@@ -1,4 +1,4 @@
-"""Which requests belong together: those that use the keys and values of earlier ones."""
+"""Routing keys: requests that can reuse each other's keys and values have the same key."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: What makes two prompts start alike: enough to tell conversations from each other, and no more
-#: than what several questions about one text share.
+#: Prompts with this start in common get the same key: long enough to distinguish conversations,
+#: short enough for several questions about one text to share it.
 _CHARACTERS = 256
 _TOKENS = 64
-#: Begins the key of requests that must reach the same replica, however busy it is.
+#: Prefix of keys whose requests must reach the same replica, even if it is overloaded.
 STRICT = "!"
-#: Documents on their way into the store are known to the replica that encodes them.
+#: Only the replica that encodes a document knows of it until it is stored.
 DOCUMENTS_KEY = f"{STRICT}documents"
 
 
 def routing_key(path: str, body: bytes) -> str:
-    """The same for requests that should reach the same replica; "" where any replica will do.
+    """The same key for requests that should reach the same replica; "" for any replica.
 
-    By the documents of a request, in any order; else by the client's prompt_cache_key; else by the
-    start of the conversation, up to its first message of the user, or of the prompt.
+    From the request's documents, in any order; else the client's prompt_cache_key; else the start
+    of the conversation, up to the user's first message, or of the prompt.
     """
     if path == "/v1/documents" or path.startswith("/v1/documents/"):
         return DOCUMENTS_KEY
@@ -38,9 +38,9 @@ def routing_key(path: str, body: bytes) -> str:
 
 
 def ranked(key: str, names: Iterable[str]) -> list[str]:
-    """Names of replicas by their weight for a key, the first one first (rendezvous hashing).
+    """Replica names in order of their weight for a key (rendezvous hashing).
 
-    When a replica goes, only its keys move, and each to the next of its list.
+    When a replica is removed, only its keys move, each to the next replica in its order.
     """
 
     def weight(name: str) -> bytes:
@@ -50,7 +50,7 @@ def ranked(key: str, names: Iterable[str]) -> list[str]:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; empty if it is none, and the replica says so."""
+    """The JSON object of a body; empty if it is none, which the replica reports."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -70,13 +70,13 @@ def _start(prompt: Any) -> Any:
     first = prompt[0]
     if isinstance(first, dict):
         return _opening(prompt)
-    if isinstance(first, str | list):  # several prompts: those of one request stay together
+    if isinstance(first, str | list):  # several prompts: the first one decides
         return _start(first)
     return list(prompt[:_TOKENS])
 
 
 def _opening(messages: Sequence[Any]) -> str:
-    """The messages up to the user's first one, so that all turns of a conversation have it."""
+    """The messages up to the user's first one, which all turns of a conversation share."""
     said = []
     for message in messages:
         if isinstance(message, dict):

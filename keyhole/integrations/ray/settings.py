@@ -1,4 +1,4 @@
-"""What `serve run keyhole.integrations.ray:app NAME=VALUE ...` got, checked before the start."""
+"""The settings of `serve run keyhole.integrations.ray:app NAME=VALUE ...`, checked first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keyhole.policies.base import Policy
 from keyhole.server.settings import ServerConfig
 
 _KEYS = "KEYHOLE_API_KEYS"
-#: Of the server's settings, those that are Ray's here, and what to set instead.
+#: Settings of the server that Ray replaces, and what to set instead.
 _RAYS = {
     "host": "Serve's http_options (serve start --http-host, or the config file)",
     "port": "Serve's http_options (serve start --http-port, or the config file)",
@@ -54,8 +54,8 @@ _DEPLOYMENT = {
 class RaySettings:
     """A checked application.
 
-    model: arguments of `LLM`. server: as of `keyhole serve`. deployment: options of Serve's
-    deployment of replicas.
+    model to engine: arguments of `LLM`. server: as for `keyhole serve`. deployment: options of
+    Serve's deployment of replicas.
     """
 
     model: str = "tiny"
@@ -69,16 +69,16 @@ class RaySettings:
     deployment: dict[str, Any] = field(default_factory=dict)
 
     def server_config(self) -> ServerConfig:
-        """With keys of this process's environment, where no list of settings shows them."""
+        """The server's settings with the API keys of the environment, which are never listed."""
         given = os.environ.get(_KEYS, "").split(",")
         keys = (*self.server.get("api_key", ()), *(key.strip() for key in given if key.strip()))
         return ServerConfig(**{**self.server, "api_key": keys})
 
 
 def read_settings(given: Mapping[str, Any]) -> RaySettings:
-    """From names and values: texts, as of a command line, or values of a config file.
+    """Settings from names and values: strings of a command line, or values of a config file.
 
-    ConfigError for a name that is unknown, or a value that cannot be.
+    ConfigError for an unknown name or an invalid value.
     """
     engine = {one.name: one for one in dataclasses.fields(EngineConfig)}
     server = {one.name: one for one in dataclasses.fields(ServerConfig) if one.name not in _RAYS}
@@ -138,7 +138,7 @@ def _typed(one: dataclasses.Field[Any], given: Any) -> Any:
 
 
 def _deployment(given: Mapping[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """Options of the replicas' deployment; what Ray itself checks is left to it."""
+    """Options of the replicas' deployment; Ray checks those that are passed through."""
     values = {
         name: _value(name, given[name])
         for name in {**_DEPLOYMENT, **_AUTOSCALING, **_ACTOR}
@@ -163,7 +163,7 @@ def _deployment(given: Mapping[str, Any], config: EngineConfig) -> dict[str, Any
 
 
 def _value(name: str, given: Any) -> Any:
-    """A value of Ray's: as YAML where it is text."""
+    """The value of an option of Ray; a string is parsed as YAML."""
     try:
         value = yaml.safe_load(given) if isinstance(given, str) else given
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""`app`: the deployments, from what `serve run` or a config file says."""
+"""`app`: builds the deployments from the arguments of `serve run` or a config file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from keyhole.models.loading import read_config
 from keyhole.models.locate import locate
 from keyhole.registry import require_depth
 
-#: Far more than a machine's connections: replicas have limits, the front only passes on.
+#: Far more than a machine's connections: the replicas have limits, the front only forwards.
 _MANY = 100_000
-#: A model that cannot be loaded is not tried again and again.
+#: Limited, because a model that cannot be loaded will fail again.
 _STARTS = 2
 
 
 class StartError(click.ClickException, KeyholeError):
-    """What is wrong with an application: one line of `serve run`, which then ends with 1."""
+    """An error of the application: `serve run` prints one line and exits with status 1."""
 
 
 def app(args: dict[str, Any]) -> Application:
@@ -48,7 +48,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def build(settings: RaySettings) -> Application:
-    """The deployments: the front, the replicas, and the conversations that they share."""
+    """The deployments: the front, the replicas, and the conversations they share."""
     config, server = EngineConfig(**settings.engine), settings.server_config()
     conversations = serve.deployment(Conversations).options(
         name="Conversations", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MANY
@@ -72,9 +72,9 @@ def build(settings: RaySettings) -> Application:
 
 
 def check_model(model: str, policy: Any) -> None:
-    """ConfigError or ModelError for what is wrong with a model, as far as its config tells.
+    """Raises ConfigError or ModelError for a model that its config shows to be unsupported.
 
-    policy: as it was given; a settings file is for models of one depth.
+    policy: as given; a settings file is valid only for models of its depth.
     """
     config = read_config(locate(model))
     families.check(config, model)
@@ -84,7 +84,7 @@ def check_model(model: str, policy: Any) -> None:
 
 @contextmanager
 def _failed_start() -> Iterator[None]:
-    """`serve run` ends with status 0 when replicas cannot start; with this, in one line and 1."""
+    """If replicas cannot start, ends with one line and status 1; `serve run` alone exits with 0."""
     try:
         yield
     except SystemExit as end:

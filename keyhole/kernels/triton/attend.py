@@ -1,13 +1,11 @@
-"""One query token per sequence over all, some pages or some tokens.
+"""Attention of one query token per sequence over all tokens, some pages or some tokens.
 
-How a decode step is divided into programs: rows of query heads, and splits of tokens.
+A program computes some query heads of a group over a split of the tokens.
 
 Split-K attention (Flash-Decoding): each split of a sequence's tokens returns the largest score, the
 sum of exponentials and the weighted values; a second kernel combines the splits. Their number
 depends on shapes only; the tokens per split depend on the sequence's length, read on the device, so
 that every split has work in long and in short sequences.
-
-One query token per sequence over all, some pages or some tokens.
 """
 
 from __future__ import annotations

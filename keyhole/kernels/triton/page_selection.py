@@ -1,8 +1,6 @@
-"""Which pages to read: bounds of a page's keys, their scores, and the k best.
+"""Selection of pages: bounds of a page's keys, Quest's score from them, and the k best entries.
 
-Bounds of a page's keys, and Quest's score of a page from them.
-
-The k best entries of each row by radix selection, in ascending order of position.
+The k best entries of each row are found by radix selection, in ascending order of position.
 
 The bits of a float, inverted where it is negative, are an integer that sorts as the float does.
 The k-th largest of these is found digit by digit from the top: a histogram of one digit, among the

@@ -83,7 +83,7 @@ def best(logs: Tensor, groups: int) -> Tensor:
 
 
 def chosen(scores: Tensor, rows: Tensor, budget: int, first: int, last: int) -> Selection:
-    """The tokens that SpeContext would read by scores [groups, R, n] before each row."""
+    """The tokens that SpeContext would select by scores [groups, R, n] before each row."""
     valid = (rows + 1).to(torch.int32)
     scores = scores.transpose(0, 1).float().contiguous()
     return kernels.top_k(scores, valid, budget, 1, first=first, last=last)
@@ -97,7 +97,7 @@ def recent(rows: Tensor, budget: int, first: int) -> Selection:
 def share(mass: Tensor, selection: Selection) -> Tensor:
     """The share of the target's attention on the selection, float32 [R].
 
-    mass [groups, R, n] as a Lesson has it: so it is a mean over layers and heads.
+    mass: [groups, R, n] as in `TeacherTargets`, a mean over layers and heads.
     """
     indices = selection.indices.transpose(0, 1).long()  # [groups or 1, R, budget]
     indices = indices.expand(len(mass), -1, -1)
@@ -148,7 +148,7 @@ def mass_divergence(
 # A token's gate is `sigmoid((score - threshold) / temperature)`, with the threshold midway between
 # the last score that a budget takes and the first that it leaves out; its log is added to the
 # logits of attention in every layer with full attention. First and newest tokens have gates of 1,
-# as in a choice. As the temperature falls this converges to the hard selection.
+# as in a selection. As the temperature falls this converges to the hard selection.
 #
 # The gate is soft in the forward pass too. With the true choice there, and the gradients of the
 # soft one ("straight through"), nothing was learned: benchmarks/LOG.md.
@@ -178,7 +178,7 @@ def log_gates(
 
 @dataclass(frozen=True)
 class _SoftSelection:
-    """Travels with a forward to every layer: [Hkv, R, n], for the query tokens [R]."""
+    """Passed through a forward pass to every layer: [Hkv, R, n], for the query tokens [R]."""
 
     logs: Tensor
     rows: Tensor
@@ -189,7 +189,7 @@ def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Ten
 
     targets: with its cache, and with the last rows of its text: as in decoding, everything before
     them was read in full, and each of them also sees what earlier rows computed under their gates.
-    logs [Hkv, R, n]: from `log_gates`. NumericalError if the target gives NaN.
+    logs [Hkv, R, n]: from `log_gates`. NumericalError if the target returns NaN.
     """
     target: Any = network
     assert targets.cache is not None
@@ -243,8 +243,7 @@ AttentionInterface.register(NAME, attention)
 # Trains a head end to end on the target's next-token distribution under its selection.
 #
 # The target reads a text in full up to some position and continues under the head's selection, made
-# soft (see `soft_selection_logits`); the loss is the KL divergence between its predictions and
-# those
+# soft (see `soft_selection_logits`); the loss is the KL divergence of its predictions from those
 # with full attention. A token therefore counts by its effect on the prediction, not by its
 # attention: many tokens of little attention may together decide a prediction (such as whether a
 # long derivation is over), and a selection by attention omits exactly these. Every query token
@@ -267,11 +266,11 @@ AttentionInterface.register(NAME, attention)
 FIRST, LAST = 4, 64
 #: Budgets are drawn from these parts of a text, so that one head works for small and large ones.
 SMALLEST, LARGEST = 1 / 12, 1 / 4
-#: No budget is smaller than this: sinks, and a window, and something to choose.
+#: The smallest budget: sinks, a window, and tokens to select.
 LEAST = 16
 #: How much of the attention's divergence stays in the loss.
 ATTENTION = 0.02
-#: By how many nats the token that follows is made less likely, in both distributions.
+#: By how many nats the following token is made less likely, in both distributions.
 TILT = 5.0
 #: Where the temperature of the gates begins, in nats of the head's weights, and where it ends.
 WARM, COLD = 0.3, 0.03
@@ -284,7 +283,7 @@ def stretch(rng: Random, length: int, most: int) -> range:
 
 
 def draw_budget(rng: Random, length: int) -> int:
-    """Tokens that a choice among `length` may take."""
+    """The budget, in tokens, of a selection among `length` tokens."""
     share = float(SMALLEST * (LARGEST / SMALLEST) ** rng.random())
     return max(LEAST, round(length * share))
 
@@ -391,7 +390,7 @@ class Draft(nn.Module):
     def prune(self, inputs: str) -> RetrievalHead:
         """The head alone; for inputs "tokens" with the embedding's half of the projections.
 
-        The features then are missing where training had them; that is what the method says.
+        These heads lack the features that training had, as the method prescribes.
         """
         if inputs == self.head.config.inputs:
             return self.head

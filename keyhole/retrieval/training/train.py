@@ -138,7 +138,7 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
 
 
 def config_of(folder: str | Path) -> TrainingConfig | None:
-    """The recipe of the run in a folder; None if there is none."""
+    """The training config of the run in a folder; None if there is none."""
     if not (Path(folder) / SNAPSHOT).is_file():
         return None
     state = _found(Path(folder), True)

@@ -1,4 +1,4 @@
-"""What a reply must follow, as a grammar of llguidance: response_format and tool_choice."""
+"""The grammar of a reply, for llguidance: response_format and tool_choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _XML_TEXT = r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
 
 
 def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
-    """The rule of a response_format; None: any text. ApiError for one that is not known."""
+    """The rule of a response_format; None: any text. ApiError for an unknown one."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return None
@@ -68,9 +68,9 @@ def constraint_of(given: Mapping[str, Any] | None) -> str | None:
 
 
 class CallRules:
-    """Rules of calls in one format.
+    """Rules of tool calls in one format.
 
-    special: text of a marker -> its token id, where it is one special token.
+    special: text of a marker -> its token id, if it is a special token.
     """
 
     def __init__(self, tool_format: ToolFormat, special: Mapping[str, int]) -> None:
@@ -79,7 +79,7 @@ class CallRules:
     def calls(
         self, tools: Sequence[Mapping[str, Any]], *, several: bool, is_begun: bool = False
     ) -> str:
-        """One call of one of these functions, or several calls; is_begun: behind the marker."""
+        """One or several calls of these functions; is_begun: after the marker."""
         given = self._format
         one = "(" + " | ".join(self._call(tool) for tool in tools) + ")"
         if given.is_bare:
@@ -96,13 +96,13 @@ class CallRules:
         return f"{first} {line} {one} {end} {more}{terms}"
 
     def free(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-        """Any text, and if the model likes, calls behind it."""
+        """Any text, optionally followed by calls."""
         given = self._format
         if given.is_bare:
             return f"TEXT | {self.calls(tools, several=several)}\nTEXT: /[^{{](?s:.*)/"
         if given.begin in self._special:
             return f"TEXT | TEXT? {self.calls(tools, several=several)}\nTEXT: /(?s:.+)/"
-        # The text up to a call ends with the marker: a lexer would read on into it otherwise.
+        # The text before a call includes the marker; otherwise the lexer would read into it.
         marker = _escaped(given.begin)
         behind = self.calls(tools, several=several, is_begun=True)
         text = rf"/(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
@@ -129,7 +129,7 @@ def _xml_call(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _xml_value(schema: Any) -> str:
-    """A text as it is, anything else as JSON, and what ends the element."""
+    """A string as it is, anything else as JSON, then the end of the element."""
     known, end = schema if isinstance(schema, Mapping) else {}, json.dumps("\n</parameter>\n")
     texts = known.get("enum")
     if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
@@ -146,9 +146,9 @@ def grammar_of(
     *,
     is_inside: bool = False,
 ) -> str:
-    """A whole grammar: the answer, after reasoning where the template marks it.
+    """The whole grammar: the answer, after reasoning if the template marks it.
 
-    answer: a rule, or a whole grammar, which takes no reasoning before it.
+    answer: a rule, or a whole grammar, which then allows no reasoning.
     """
     if re.search(r"^\s*start\s*:", answer, re.MULTILINE):
         return answer
@@ -188,5 +188,5 @@ def _regex(pattern: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """A string as a regular expression between slashes."""
     return re.sub(r"([\\^$.|?*+()\[\]{}/])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Messages and tools as the tokens of a prompt, and how the reply to them is read."""
+"""Messages and tools as the tokens of a prompt, and the parsers of the reply."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 from keyhole.server.errors import ApiError
 from keyhole.tokenization import chat_text, encode_text
 
-#: A function that the model may call: "name", and if wanted "description", "parameters", "strict".
+#: A function that the model may call: "name", and optionally "description", "parameters", "strict".
 _Function = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """What a chat asks for, by the names of OpenAI's interface."""
+    """A chat request, with the names of OpenAI's interface."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -36,12 +36,12 @@ class ChatRequest:
 
     @cached_property
     def functions(self) -> list[_Function]:
-        """Those that may be called. ApiError for a tool that is no function."""
+        """The functions that may be called. ApiError for a tool that is not a function."""
         return [] if self.tool_choice == "none" else [_function(tool) for tool in self.tools or ()]
 
     @cached_property
     def forced(self) -> list[_Function]:
-        """Those of which one must be called; none: the model may answer as it likes."""
+        """The functions of which one must be called; empty: no call is required."""
         choice = self.tool_choice
         if choice in (None, "auto", "none"):
             return []
@@ -66,8 +66,8 @@ class ChatRequest:
 class PreparedChat:
     """A chat that is ready for the engine.
 
-    grammar: what the reply must follow. keeps_special: special tokens are a part of its text.
-    functions: schema of the parameters of each that may be called, by name.
+    grammar: that of the reply. keeps_special: special tokens are part of its text.
+    functions: name -> schema of the parameters, of those that may be called.
     """
 
     token_ids: list[int]
@@ -79,7 +79,7 @@ class PreparedChat:
     tool_format: ToolFormat | None
 
     def reply(self) -> Reply:
-        """For one completion."""
+        """The parser of one completion."""
         splitter = None
         if self.markers is not None:
             splitter = ReasoningSplitter(self.markers, is_inside=self.is_inside)
@@ -91,7 +91,7 @@ class PreparedChat:
 
 
 def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> PreparedChat:
-    """The chat by the model's template. RequestError, ApiError for what cannot be asked.
+    """The chat in the model's template. RequestError or ApiError for an invalid chat.
 
     tool_parser: the name of a format, or "auto".
     """
@@ -131,7 +131,7 @@ def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Prepared
 
 
 def reply_to_question(tokenizer: Any, question: str) -> Reply:
-    """How a reply to a single message is read."""
+    """The parser of the reply to a single message."""
     text = chat_text(tokenizer, [{"role": "user", "content": question}])
     markers = markers_of(str(tokenizer.get_chat_template()))
     if markers is None:
@@ -168,7 +168,7 @@ def _function(tool: Mapping[str, Any]) -> _Function:
 
 
 def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls have objects as arguments, as templates expect: clients send text."""
+    """A message with the arguments of its calls as objects; clients send strings."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not calls:
         return message
@@ -195,7 +195,7 @@ def _parsed_call(call: Any) -> dict[str, Any]:
 def _special_tokens(
     tokenizer: Any, markers: Markers | None, tool_format: ToolFormat | None
 ) -> dict[str, int]:
-    """The markers that are special tokens, which texts do not show otherwise."""
+    """The markers that are special tokens, which detokenised text omits by default."""
     named = [] if markers is None else [markers.begin, markers.end]
     if tool_format is not None:
         named += [tool_format.begin, tool_format.end, "[ARGS]"]

@@ -1,4 +1,4 @@
-"""The reasoning before an answer, where the chat template marks it."""
+"""The reasoning before an answer, if the chat template marks it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def markers_of(template: str) -> Markers | None:
 
 
 def held_back(text: str, markers: Iterable[str]) -> int:
-    """Characters at the end of a text that one of the markers may begin with."""
+    """Characters at the end of a text that may be the beginning of a marker."""
     sizes = (
         size
         for marker in markers
@@ -36,7 +36,7 @@ def held_back(text: str, markers: Iterable[str]) -> int:
 class ReasoningSplitter:
     """Splits streamed text into reasoning and answer.
 
-    is_inside: whether the text begins within the reasoning, as the prompt has its marker already.
+    is_inside: whether the text begins inside the reasoning, as the prompt ends with its marker.
     """
 
     def __init__(self, markers: Markers, *, is_inside: bool) -> None:
@@ -47,7 +47,7 @@ class ReasoningSplitter:
         self._is_done = False
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
-        """What is new, as (is it reasoning?, text); final: no more text comes."""
+        """The new parts as (is reasoning, text); final: no more text follows."""
         self._left += text
         found: list[tuple[bool, str]] = []
         if not self._is_begun:
@@ -75,7 +75,7 @@ class ReasoningSplitter:
         return [(True, text)] if text else []
 
     def _after(self) -> list[tuple[bool, str]]:
-        if self._is_done:  # the empty lines between reasoning and answer
+        if self._is_done:  # drop the empty lines between reasoning and answer
             self._left = self._left.lstrip("\n")
             self._is_done = not self._left
         text, self._left = self._left, ""

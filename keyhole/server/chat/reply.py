@@ -1,4 +1,4 @@
-"""A reply as it comes: reasoning, answer and calls of tools, each for itself."""
+"""Splits a streamed reply into reasoning, answer and tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keyhole.server.chat.tool_parser import CallArguments, CallBegin, ToolCallPa
 from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 
 _LETTERS = string.ascii_letters + string.digits
-#: Mistral's templates want nine letters or digits; others take any text.
+#: Mistral's templates require nine letters or digits; others take any text.
 _ID_LENGTH = 9
 
 
@@ -24,13 +24,13 @@ class Reasoning:
     text: str
 
 
-#: Text of the answer, or one of the others.
+#: Text of the answer, or one of the other parts.
 Event = str | Reasoning | CallBegin | CallArguments
 
 
 @dataclass
 class Call:
-    """A call of a tool. arguments: JSON."""
+    """A tool call. arguments: JSON."""
 
     name: str
     arguments: str = ""
@@ -41,9 +41,9 @@ class Call:
 
 @dataclass
 class Reply:
-    """A reply so far, and how the rest is read.
+    """A reply so far, and the parsers of the rest.
 
-    splitter, parser: None where nothing is marked, or no tools are there. reasoning_tokens: how
+    splitter, parser: None without reasoning markers, or without tools. reasoning_tokens: how
     many tokens the reasoning took.
     """
 
@@ -55,7 +55,7 @@ class Reply:
     reasoning_tokens: int = 0
 
     def add(self, piece: Piece) -> list[Event]:
-        """Takes a piece; what it brings."""
+        """Takes a piece; returns its parts."""
         final = piece.result is not None
         parts = [(False, piece.text)]
         if self.splitter is not None:
@@ -81,11 +81,11 @@ class Reply:
             self.calls[event.index].arguments += event.text
 
     def finish_reason(self, reason: str) -> str:
-        """As OpenAI's interface has it."""
+        """The finish reason in OpenAI's terms."""
         return "tool_calls" if self.calls and reason == "stop" else reason
 
     def message(self) -> dict[str, Any]:
-        """The whole of it, as a message of a chat."""
+        """The whole reply, as a chat message."""
         calls = [
             {"id": call.id, "type": "function"}
             | {"function": {"name": call.name, "arguments": call.arguments}}
@@ -99,7 +99,7 @@ class Reply:
         )
 
     def delta(self, events: list[Event]) -> dict[str, Any]:
-        """Events as a stream's delta."""
+        """The delta of a stream event for these parts."""
         found: dict[str, Any] = {}
         for event in events:
             if isinstance(event, str):

@@ -1,4 +1,4 @@
-"""How the common chat templates write a call of a tool."""
+"""How the common chat templates write a tool call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keyhole.errors import UnknownNameError
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A format of calls.
+    """A format of tool calls.
 
     begin, end: around each call, or around all of them. arguments: the key beside "name".
     is_list: the calls of a reply are one JSON list. is_named: a call is its name, "[ARGS]" and the
@@ -35,7 +35,7 @@ FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, QWE
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template teaches its model; None: none of ours."""
+    """The format in a chat template; None: none that we know."""
     if "<function=" in template and "<parameter=" in template:
         return QWEN3_CODER
     if HERMES.begin in template:
@@ -46,7 +46,7 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 def named_format(name: str, template: str) -> ToolFormat | None:
-    """The format of a name; "auto": that of the template. UnknownNameError for another name."""
+    """The format of this name; "auto": the template's. UnknownNameError for an unknown name."""
     if name == "auto":
         return format_of(template)
     if name not in FORMATS:

@@ -13,7 +13,7 @@ from keyhole.server.chat.tool_formats import ToolFormat
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A call of a tool begins; index: its number in the reply."""
+    """The beginning of a tool call; index: its number in the reply."""
 
     index: int
     name: str
@@ -21,35 +21,35 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A part of a call's arguments, which are JSON together."""
+    """A part of a call's arguments; all parts together are JSON."""
 
     index: int
     text: str
 
 
-#: Text beside calls, or a call.
+#: Text outside calls, or a call.
 ToolEvent = str | CallBegin | CallArguments
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
-#: Between calls, and around a list of them.
+#: Characters between calls, and around a list of them.
 _BETWEEN = " \t\n\r,;[]"
 
 
 class ToolCallParser:
-    """Reads a reply in one format. names: of the tools; a call of another one is text."""
+    """Parses a reply in one format. names: of the tools; a call of any other name is text."""
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
         self._format, self._names = tool_format, names
-        self._left = ""  # not given out yet
+        self._left = ""  # not returned yet
         self._state = "begin" if tool_format.is_bare else "text"
         self._count = 0
         self._scan = _JsonScan()
 
     def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
-        """What is new; final: no more text comes."""
+        """The new parts; final: no more text follows."""
         self._left += text
         found: list[ToolEvent] = []
         while True:
@@ -62,7 +62,7 @@ class ToolCallParser:
         return [event for event in found if event != ""]
 
     def _at_begin(self, final: bool) -> list[ToolEvent]:
-        """A bare format: the first character tells."""
+        """For a format without markers, the first character decides."""
         start = self._left.lstrip()
         if start or final:
             self._state = "call" if start.startswith("{") else "text"
@@ -76,13 +76,13 @@ class ToolCallParser:
         if final:
             self._left = ""
             return [text] if text.strip() or not self._count else []
-        # Lines between text and a call belong to neither.
+        # Empty lines between text and a call belong to neither.
         shown = text[: len(text) - held_back(text, [self._format.begin])].rstrip("\n")
         self._left = text[len(shown) :]
         return [shown]
 
     def _at_call(self, final: bool) -> list[ToolEvent]:
-        """Before a call, between two, or behind the last one."""
+        """Before a call, between two, or after the last one."""
         plain, begin = self._left.lstrip(), self._format.begin
         if plain.startswith(begin):
             self._left = plain[len(begin) :]
@@ -110,7 +110,7 @@ class ToolCallParser:
         return [] if end is None else self._whole(start[:end], start[end:])
 
     def _behind(self, start: str, final: bool) -> list[ToolEvent]:
-        """Behind a call: its end marker, or text."""
+        """After a call: its end marker, or text."""
         end = self._format.end
         if end and start.startswith(end):
             self._left, self._state = start[len(end) :], "text"
@@ -119,7 +119,7 @@ class ToolCallParser:
         return []
 
     def _as_text(self, text: str) -> list[ToolEvent]:
-        """What was no call after all."""
+        """Returns as text what turned out not to be a call."""
         self._left, self._state = "", "text"
         return [text]
 
@@ -139,14 +139,14 @@ class ToolCallParser:
         return [CallArguments(self._count - 1, text)] if text else []
 
     def _at_close(self, _: bool) -> list[ToolEvent]:
-        """The brace of the object that had name and arguments."""
+        """The closing brace of the object with name and arguments."""
         start = self._left.lstrip()
         if start:
             self._left, self._state = start.removeprefix("}"), "call"
         return []
 
     def _whole(self, text: str, rest: str) -> list[ToolEvent]:
-        """A call with its keys in another order, or whose arguments are a JSON string."""
+        """A call with its keys in another order, or with its arguments as a JSON string."""
         try:
             call = json.loads(text)
         except ValueError:
@@ -177,7 +177,7 @@ class _JsonScan:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def end_of(self, text: str) -> int | None:
-        """The place behind the object's last brace in this piece; None: it goes on."""
+        """The index after the object's closing brace in this piece; None: it continues."""
         for place, character in enumerate(text):
             if self._in_string:
                 if self._is_escaped:

@@ -19,7 +19,7 @@ from typing import Any
 from keyhole.server.chat.reasoning import held_back
 from keyhole.server.chat.tool_parser import CallArguments, CallBegin, ToolEvent
 
-_MARKERS = ("<tool_call>", "<function=")  # the model leaves the first one out at times
+_MARKERS = ("<tool_call>", "<function=")  # the model sometimes omits the first one
 _MARKS = (*_MARKERS, "</tool_call>")
 _START = re.compile("|".join(_MARKERS))
 _BETWEEN = re.compile(r"\s*(?:</?tool_call>\s*)*")
@@ -29,20 +29,20 @@ _END = "</function>"
 
 
 class XmlToolCallParser:
-    """As `ToolCallParser`, for elements.
+    """As `ToolCallParser`, for XML elements.
 
-    functions: schema of the parameters of each tool, by its name; it says which values are texts.
+    functions: name -> schema of the parameters, which says which values are strings.
     """
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         self._functions = functions
-        self._left = ""  # not given out yet
+        self._left = ""  # not returned yet
         self._state: Callable[[bool], list[ToolEvent]] = self._in_text
         self._types: Mapping[str, Any] = {}  # of the parameters of the current call
         self._count = self._given = 0
 
     def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
-        """What is new; final: no more text comes."""
+        """The new parts; final: no more text follows."""
         self._left += text
         found: list[ToolEvent] = []
         while True:
@@ -59,13 +59,13 @@ class XmlToolCallParser:
             return [text.rstrip("\n")]
         size = 0 if final else held_back(self._left, _MARKERS)
         text = self._left[: len(self._left) - size]
-        # Lines between text and a call belong to neither.
+        # Empty lines between text and a call belong to neither.
         text = text if final else text.rstrip("\n")
         self._left = self._left[len(text) :]
         return [text] if text.strip() or not self._count else []
 
     def _between(self, final: bool) -> list[ToolEvent]:
-        """Before a call, between two, or behind the last one."""
+        """Before a call, between two, or after the last one."""
         between = _BETWEEN.match(self._left)
         rest = self._left[between.end() :] if between else self._left
         found = _FUNCTION.match(rest)
@@ -95,7 +95,7 @@ class XmlToolCallParser:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A value as its schema has it; a text where that says so, or says nothing."""
+    """A value in the type of its schema; a string if the schema says so, or says nothing."""
     kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
     if "string" in kind:
         return text

@@ -1,8 +1,8 @@
 """Documents as a service.
 
 routes.py    /v1/documents
-queue.py     encodes documents one after another, beside requests
-callers.py   how many documents each caller may have
+queue.py     encodes documents one after another in the background
+callers.py   limits how many documents each caller may have
 convert.py   files as text: Markdown, HTML, PDF, DOCX
-passages.py  what an answer took from documents, for clients that cite
+passages.py  the passages that an answer used, for clients that cite
 """

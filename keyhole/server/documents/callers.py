@@ -1,7 +1,7 @@
 """The owner of each document, so that callers have a limit on how many they store.
 
-A caller is known by its API key; without keys all callers are one. The digest of the key is in
-the metadata of a document, which clients do not see.
+An API key identifies a caller; without keys all callers are one. The digest of the key is stored
+in the metadata of a document and hidden from clients.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DIGITS = 16
 
 
 def caller_of(request: Request, state: State) -> str:
-    """The caller's name; "" where there are no keys."""
+    """The caller's name; "" without keys."""
     if not state.config.api_key:
         return ""
     return hashlib.sha256(bearer(request.headers)).hexdigest()[:_DIGITS]
 
 
 def marked(metadata: Mapping[str, Any] | None, caller: str) -> dict[str, Any] | None:
-    """Metadata with the caller; ApiError if a client sends that name itself."""
+    """Metadata with the caller; ApiError if the client sends this field itself."""
     if metadata is not None and _MARK in metadata:
         raise ApiError(400, f"metadata may not have the name {_MARK!r}", param="metadata")
     if not caller:
@@ -46,12 +46,12 @@ def unmarked(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, caller: str) -> None:
-    """Takes a job with the client's metadata; ApiError 403 if the caller has too many documents."""
+    """Adds a job with the client's metadata; ApiError 403 if the caller has too many documents."""
     job.metadata = marked(metadata, caller)
     if job.metadata is not None:
         metadata_text(job.metadata)
     most = state.config.max_documents
-    async with state.storing:  # no other request may take the place that is found here
+    async with state.storing:  # no other request may use up the limit meanwhile
         # Jobs first: one that ends meanwhile is counted as stored.
         waiting = state.encoding.jobs().values()
         stored = {one.name: one for one in await asyncio.to_thread(state.documents.list)}
@@ -69,7 +69,7 @@ async def enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, ca
             )
         known = stored.get(job.name) if caller and metadata is None else None
         if known is not None and await asyncio.to_thread(_has_text, state, job):
-            job.metadata = marked(unmarked(known.metadata), caller)  # it keeps what was said of it
+            job.metadata = marked(unmarked(known.metadata), caller)  # keeps its metadata
         state.encoding.add(job)
 
 

@@ -1,4 +1,4 @@
-"""Files as text. Everything but text and Markdown needs the extra `keyhole[convert]`."""
+"""Files as text. All except text and Markdown need the extra `keyhole[convert]`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import PurePath
 from keyhole.server.errors import ApiError
 
 _TEXT = {".txt", ".md", ".markdown"}
-#: Ending -> markitdown's class.
+#: File extension -> markitdown's class.
 _CONVERTED = {
     ".html": "HtmlConverter",
     ".htm": "HtmlConverter",
     ".pdf": "PdfConverter",
     ".docx": "DocxConverter",
 }
-#: A DOCX is an archive; one that grows by more is refused before it is unpacked.
+#: A DOCX is an archive; one with a larger expansion is refused before it is unpacked.
 MOST_GROWTH = 50
 
 
 def text_of(filename: str, data: bytes) -> str:
-    """The text of a file, by the ending of its name; ApiError 415 for one that is not known."""
+    """The text of a file, by its extension; ApiError 415 for an unknown one."""
     ending = PurePath(filename).suffix.lower()
     if ending in _TEXT:
         return decoded(data)
@@ -42,7 +42,7 @@ def text_of(filename: str, data: bytes) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """As UTF-8, without a byte-order mark."""
+    """The text decoded from UTF-8, without a byte-order mark."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -66,13 +66,13 @@ def _converted(filename: str, ending: str, data: bytes) -> str:
     import markitdown
     from markitdown import converters
 
-    # Just the one that fits: a PDF that is none is not read as something else.
+    # Only this converter, so that a file with the wrong extension is not read as something else.
     converter = markitdown.MarkItDown(enable_builtins=False, enable_plugins=False)
     converter.register_converter(getattr(converters, _CONVERTED[ending])())
     kind = markitdown.StreamInfo(extension=ending)
     try:
         text = converter.convert_stream(io.BytesIO(data), stream_info=kind).text_content
-    except Exception as error:  # whatever a broken file makes its parser raise
+    except Exception as error:  # parsers raise many types for a broken file
         said = str(error).strip().splitlines()
         reason = said[-1] if said else type(error).__name__
         raise ApiError(400, f"{filename!r} cannot be read: {reason}", param="file") from error

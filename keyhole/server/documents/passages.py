@@ -1,4 +1,4 @@
-"""What an answer took from documents: the passages that were kept and computed again."""
+"""The passages that an answer used of its documents: those kept and those recomputed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Spans = Sequence[tuple[int, int]]
 def passages_of(documents: Documents, reused: Reused, tokenizer: Any) -> list[dict[str, Any]]:
     """An object for each document of a prompt, in order.
 
-    "kept" and "recomputed" list passages: tokens beside each other that equally many layers kept,
-    or computed again. Each has "layers", "text", and "start" and "end", counted in characters of
-    the document. A text that has been replaced or removed meanwhile, or was given as token ids, has
-    passages without characters.
+    "kept" and "recomputed" list passages: runs of tokens that equally many layers kept or
+    recomputed. Each has "layers", "text", and "start" and "end", counted in characters of
+    the document. Passages of a text that was replaced or removed meanwhile, or was given as token
+    ids, have no characters.
     """
     found, start = [], 0
     for name, length in zip(reused.documents, reused.lengths, strict=True):
@@ -54,7 +54,7 @@ def _text(
 
 
 def _passages(marks: Tensor, text: str, spans: _Spans | None) -> list[dict[str, Any]]:
-    """Runs of a bool [L, n] in which as many layers are marked, without those of none."""
+    """Runs of a bool [L, n] with equally many layers marked, without those with none."""
     layers, lengths = torch.unique_consecutive(marks.sum(0), return_counts=True)
     found, first = [], 0
     for count, length in zip(layers.tolist(), lengths.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Encodes documents one after another in a thread, beside requests."""
+"""Encodes documents one after another in a background thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from keyhole.server.errors import ApiError, api_error
 
 logger = logging.getLogger("keyhole.server")
 
-#: Failures that are remembered, the newest.
+#: How many of the newest failures are remembered.
 _MOST_FAILED = 256
 
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A document on its way into the store. status: "queued", "encoding", "ready" or "failed"."""
+    """A document to be stored. status: "queued", "encoding", "ready" or "failed"."""
 
     name: str
     text: str
@@ -37,11 +37,11 @@ class Job:
 
     @property
     def progress(self) -> float:
-        """Share of its tokens that are encoded."""
+        """The share of its tokens encoded so far."""
         return self.done / self.tokens if self.tokens else 0.0
 
     def report(self, done: int, tokens: int) -> None:
-        """Called while it is encoded; raises what ends that."""
+        """Called during encoding; raises the error that stops it."""
         self.done, self.tokens = done, tokens
         if self.is_cancelled:
             raise ApiError(
@@ -50,9 +50,9 @@ class Job:
 
 
 class DocumentQueue:
-    """Jobs in the order in which they came.
+    """Jobs in order of arrival.
 
-    limit: jobs that may wait. ready: called with each document that is stored.
+    limit: jobs that may wait. ready: called with each stored document.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class DocumentQueue:
         self._documents = documents
         self._limit = limit
         self._ready = ready
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # for the fields below
         self._jobs: deque[Job] = deque()  # the first one is being encoded
         self._failed: dict[str, Job] = {}
         self._thread: threading.Thread | None = None
 
     def add(self, job: Job) -> None:
-        """Takes a job; ApiError 429 if too many wait."""
+        """Adds a job; ApiError 429 if too many wait."""
         with self._guard:
             if len(self._jobs) > self._limit:
                 raise ApiError(
@@ -85,18 +85,18 @@ class DocumentQueue:
                 self._thread.start()
 
     def get(self, name: str) -> Job | None:
-        """The last job of this name that is not done, or failed."""
+        """The newest job of this name that is unfinished or failed."""
         with self._guard:
             waiting = (job for job in reversed(self._jobs) if job.name == name)
             return next(waiting, None) or self._failed.get(name)
 
     def jobs(self) -> dict[str, Job]:
-        """All of them, by name."""
+        """All such jobs, by name."""
         with self._guard:
             return {**self._failed, **{job.name: job for job in self._jobs}}
 
     def cancel(self, name: str) -> bool:
-        """Ends the jobs of this name and forgets a failure; whether there was any. Waits."""
+        """Cancels the jobs of this name and waits for that; forgets a failure. True if any."""
         with self._guard:
             ended = [job for job in self._jobs if job.name == name]
             for job in ended:
@@ -117,7 +117,7 @@ class DocumentQueue:
                 job = self._jobs[0]
             try:
                 info = self._encode(job)
-            except Exception as error:  # noqa: BLE001 - the job's status tells it
+            except Exception as error:  # noqa: BLE001 - reported in the job's status
                 self._fail(job, error)
             else:
                 with self._guard:
@@ -138,7 +138,7 @@ class DocumentQueue:
         )
         try:
             self._ready(info)
-        except Exception:  # the document is stored all the same
+        except Exception:  # the document is stored nevertheless
             logger.exception("a stored document cannot be searched yet")
         return info
 

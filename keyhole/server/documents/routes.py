@@ -26,14 +26,14 @@ router = APIRouter(prefix="/v1/documents")
 
 _Any = TypeVar("_Any")
 _JSON, _TEXT = {"schema": DocumentBody.model_json_schema()}, {"schema": {"type": "string"}}
-#: Its body is read as it is, so FastAPI cannot describe it.
+#: The body is read unparsed, so FastAPI cannot describe it.
 _PUT = {
     "requestBody": {
         "required": True,
         "content": {"application/json": _JSON, "text/plain": _TEXT},
     }
 }
-#: Statuses of what is stored.
+#: Statuses of a stored document.
 _STORED: dict[str, Any] = {
     "status_code": 201,
     "responses": {202: {"description": "taken, and encoded later: `wait` was false"}},
@@ -68,7 +68,7 @@ async def post(
     pinned: Annotated[bool, Form()] = False,
     wait: bool = True,
 ) -> Response:
-    """Stores a file: text, Markdown, HTML, PDF or DOCX. name: that of the file by default."""
+    """Stores a file: text, Markdown, HTML, PDF or DOCX. name: by default that of the file."""
     filename = file.filename or ""
     try:
         described = None if metadata is None else json.loads(metadata)
@@ -85,7 +85,7 @@ async def post(
 async def listed(
     request: Request, query: str | None = None, top_k: Annotated[int, Query(ge=1, le=100)] = 8
 ) -> Response:
-    """All of them, by name; with a query those that it is about, the best first."""
+    """All documents, by name; with a query those that match, best first."""
     state = state_of(request)
     infos = {info.name: info for info in await _run(state.documents.list)}
     jobs = state.encoding.jobs()
@@ -104,7 +104,7 @@ async def listed(
 
 @router.get("/{name:path}")
 async def get(name: str, request: Request) -> Response:
-    """What is known of one."""
+    """The entry of a document."""
     state = state_of(request)
     job = state.encoding.get(name)
     try:
@@ -118,7 +118,7 @@ async def get(name: str, request: Request) -> Response:
 
 @router.delete("/{name:path}")
 async def remove(name: str, request: Request) -> Response:
-    """Forgets one; one that is being encoded is not stored."""
+    """Removes a document; one that is being encoded is not stored."""
     state = state_of(request)
     was_queued = await _run(state.encoding.cancel, name)
     try:
@@ -131,7 +131,7 @@ async def remove(name: str, request: Request) -> Response:
 
 
 async def search(state: State, query: str, top_k: int) -> list[Found]:
-    """The documents that a query is about."""
+    """The documents that match a query."""
 
     def found() -> list[Found]:
         state.update_search()
@@ -141,7 +141,7 @@ async def search(state: State, query: str, top_k: int) -> list[Found]:
 
 
 async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool) -> Response:
-    """201 when it is stored, or 202 at once."""
+    """201 once it is stored, or 202 at once."""
     state = state_of(request)
     check_name(name)
     job = Job(
@@ -153,7 +153,7 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
     await enqueue(state, job, body.metadata, caller_of(request, state))
     if not wait:
         return JSONResponse(_shown(name, None, job), 202)
-    # Shielded: a client that leaves does not undo what it stored.
+    # Shielded: a client that disconnects does not cancel the storing.
     info = await asyncio.shield(asyncio.wrap_future(job.result))
     return JSONResponse(_shown(name, info, None), 201)
 
@@ -163,12 +163,12 @@ def _unknown(error: UnknownNameError) -> ApiError:
 
 
 async def _run(work: Callable[..., _Any], *arguments: Any) -> _Any:
-    """In a thread: the store reads and writes files."""
+    """Runs work in a thread, as the store reads and writes files."""
     return await asyncio.to_thread(work, *arguments)
 
 
 def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, Any]:
-    """What is stored under a name, and what becomes of it. One of them is there."""
+    """The stored document of a name, its job, or both; at least one exists."""
     fields = {} if info is None else {**vars(info)}
     fields.pop("name", None)
     if "metadata" in fields:

@@ -1,7 +1,7 @@
-"""How a server is seen from outside.
+"""Logs, metrics and traces of a server.
 
-logs.py        a line for each request, as text or JSON
+logs.py        a line per request, as text or JSON
 metrics.py     /metrics for Prometheus
-collectors.py  the metrics that are computed when they are read: the engine's state, documents, gaps
-traces.py      a trace for each request, for OpenTelemetry
+collectors.py  metrics computed when they are read: the engine's state, documents, gaps
+traces.py      a trace per request, for OpenTelemetry
 """

@@ -15,7 +15,7 @@ from keyhole.async_llm import EngineLoad
 class BatchedHistogram(Collector):
     """A histogram that takes many values in one call, for values of every token.
 
-    bounds: upper bounds of its buckets, the least first.
+    bounds: upper bounds of its buckets, ascending.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
@@ -39,13 +39,13 @@ class BatchedHistogram(Collector):
 
 
 class LoadGauges(Collector):
-    """What the engine holds. load: asked once for all of them."""
+    """Gauges of the engine's load. load: called once for all of them."""
 
     def __init__(self, load: Callable[[], EngineLoad]) -> None:
         self._load = load
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Their names, for the registry: the engine may not be there yet."""
+        """Their names, for the registry, as the engine may not be running yet."""
         for name, text in _LOAD.items():
             yield GaugeMetricFamily(f"keyhole_{name}", text)
 
@@ -64,7 +64,7 @@ _LOAD = {
     "offloaded_layers": "layers whose KV cache is offloaded",
 }
 
-#: Bytes of each stored document, and the status of each that waits or has failed.
+#: Bytes of each stored document, and the status of each that is waiting or has failed.
 DocumentState = tuple[Mapping[str, int], Iterable[str]]
 
 

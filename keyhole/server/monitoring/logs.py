@@ -1,4 +1,4 @@
-"""What a server writes to its log: one line per request, as text or as JSON."""
+"""The log of a server: one line per request, as text or JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestRecord:
     results: list[Result] = field(default_factory=list)
 
     def fields(self, status: int, seconds: float) -> dict[str, Any]:
-        """As they are logged; the counts only where something was generated."""
+        """The fields of the log line; counts only if something was generated."""
         found: dict[str, Any] = {
             "id": self.id,
             "method": self.method,
@@ -35,7 +35,7 @@ class RequestRecord:
             "duration_ms": round(seconds * 1e3, 1),
         }
         if self.results:
-            # Completions of one prompt each count it, as in /metrics.
+            # Each completion counts its prompt, as in /metrics.
             stats = [result.stats for result in self.results]
             found["prompt_tokens"] = sum(one.prompt_tokens for one in stats)
             found["completion_tokens"] = sum(one.generated_tokens for one in stats)
@@ -45,19 +45,19 @@ class RequestRecord:
         return found
 
 
-#: Of the request that this task answers; tasks that it starts share the record.
+#: The record of the request that this task answers; tasks that it starts share it.
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 
 
 def finished(result: Result) -> None:
-    """Notes a completion of the current request."""
+    """Records a completion of the current request."""
     record = current.get()
     if record is not None:
         record.results.append(result)
 
 
 def asked(prompt: Any) -> None:
-    """Notes the prompt of the current request, for servers that log prompts."""
+    """Records the prompt of the current request, for servers that log prompts."""
     record = current.get()
     if record is not None:
         record.prompt = prompt
@@ -75,7 +75,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger and message; of a request its fields in place of the message."""
+        """Time, level, logger and message; for a request its fields instead of the message."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),

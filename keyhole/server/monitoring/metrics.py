@@ -1,4 +1,4 @@
-"""What Prometheus sees of a server."""
+"""The Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
 class Metrics:
-    """Counters of finished requests, and what the engine holds now.
+    """Counters of finished requests, and gauges of the engine's load.
 
-    max_pages: of the KV cache. load: what the engine holds now. running: how many completions are
-    under way.
+    max_pages: of the KV cache. load: returns the engine's current load. running: returns how many
+    completions are running.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Metrics:
         self._share = histogram("keys_read_share", "keys read / keys there, by completion", _SHARES)
 
     def answered(self, path: str, status: int) -> None:
-        """Counts an answer; path: as in the route, without names."""
+        """Counts an answer; path: the route's pattern, without names."""
         self._requests.labels(path, str(status)).inc()
 
     def failed(self, kind: str) -> None:

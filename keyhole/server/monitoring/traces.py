@@ -1,7 +1,7 @@
-"""A trace for each request, for OpenTelemetry: the request, and in it queue, prefill and decode.
+"""A trace per request for OpenTelemetry: the request, with spans for queue, prefill and decode.
 
-Spans are made when a request has ended, out of the times that the engine kept, so that tracing
-costs nothing while tokens come. They have counts, never texts. Needs the extra `keyhole[otel]`.
+Spans are created when a request has ended, from times that the engine recorded, so tracing costs
+nothing during generation. They have counts, never texts. Needs the extra `keyhole[otel]`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLUSH_MS = 5000
 def make_provider(endpoint: str) -> TracerProvider:
     """Sends traces to a collector, by OTLP over HTTP.
 
-    endpoint: such as "http://127.0.0.1:4318/v1/traces". ConfigError where the extra is missing.
+    endpoint: such as "http://127.0.0.1:4318/v1/traces". ConfigError if the extra is missing.
     """
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
         raise ConfigError("otlp_endpoint needs more packages: pip install 'keyhole[otel]'")
@@ -42,7 +42,7 @@ def make_provider(endpoint: str) -> TracerProvider:
 
 
 class Traces:
-    """Makes the spans of requests that have ended. provider: where they go."""
+    """Creates the spans of requests that have ended. provider: where they are sent."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -59,9 +59,9 @@ class Traces:
         times: tuple[float, float],
         headers: Mapping[str, str],
     ) -> None:
-        """The spans of a request.
+        """Creates the spans of a request.
 
-        times: when it came and ended, seconds since 1970. headers: of the request; a `traceparent`
+        times: its start and end, seconds since 1970. headers: of the request; a `traceparent`
         makes the caller's span the parent.
         """
         from opentelemetry import trace
@@ -94,12 +94,12 @@ class Traces:
         span.end(_nanoseconds(times[1]))
 
     def flush(self) -> None:
-        """Sends what is left; waits for that, but no longer than a few seconds."""
+        """Sends the remaining spans; waits at most a few seconds."""
         self._provider.force_flush(_FLUSH_MS)
 
 
 def phases(result: Result) -> list[tuple[str, float, float]]:
-    """What a completion went through: name, begin and end, seconds since 1970."""
+    """The phases of a completion: name, begin and end, seconds since 1970."""
     begun = result.arrival + (result.stats.queue_ms or 0.0) / 1e3
     found = [("queue", result.arrival, begun)]
     if result.token_times:

@@ -28,7 +28,7 @@ _KINDS = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-#: Scripts and styles are files of this server, and no text becomes markup but through DOMPurify.
+#: Scripts and styles are files of this server, and text becomes markup only through DOMPurify.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -84,7 +84,7 @@ def _file(request: Request, path: str) -> Response:
 
 @about_router.get("/v1/keyhole")
 async def about(request: Request) -> Response:
-    """What this server runs: model, policy, the policies that a request may name, and layers."""
+    """The server's model, policy, layers, and the policies that a request may name."""
     return JSONResponse(await asyncio.to_thread(_about, state_of(request)))
 
 
@@ -115,7 +115,7 @@ def _has_budget(name: str) -> bool:
 
 
 def _why_not(state: State, name: str) -> str | None:
-    """Why a request cannot run under a policy beside the server's; None if it can."""
+    """Why a request cannot name this policy next to the server's; None if it can."""
     try:
         state.llm.llm.engine.under(make_policy(name))
     except KeyholeError as error:

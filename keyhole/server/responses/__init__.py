@@ -1,8 +1,8 @@
-"""/v1/responses, OpenAI's newer interface of chats.
+"""/v1/responses, OpenAI's newer interface for chats.
 
 routes.py   the route
-bodies.py   what requests may say, as messages of a chat
+bodies.py   the fields of requests, as messages of a chat
 answer.py   the response, whole or as typed events
-items.py    what a response is made of: reasoning, messages, calls of tools
+items.py    the items of a response: reasoning, messages, tool calls
 history.py  conversations that later requests continue
 """

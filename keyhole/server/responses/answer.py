@@ -42,20 +42,20 @@ class ResponseAnswer:
     def whole(
         self, results: Sequence[Result], documents: _Documents | None = None
     ) -> dict[str, Any]:
-        """All of it at once."""
+        """The whole response."""
         status = _status(results[0])
         self._writer.close(status)
         self.done(self.id, self.reply)
         return self._shown(status, results)
 
     def begin(self) -> list[dict[str, Any]]:
-        """What precedes the first piece of a stream."""
+        """The events before the first piece of a stream."""
         shown = self._shown("in_progress")
         kinds = ("response.created", "response.in_progress")
         return [{"type": kind, "response": shown} for kind in kinds]
 
     def piece(self, index: int, piece: Piece, *, first: bool) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
+        """The events of a piece."""
         return self._writer.take(self.reply.add(piece))
 
     def closing(
@@ -65,14 +65,14 @@ class ResponseAnswer:
         *,
         wants_usage: bool,
     ) -> list[dict[str, Any]]:
-        """What follows the last piece; the usage is always there."""
+        """The events after the last piece, always with the usage."""
         status = _status(results[0])
         said = self._writer.close(status)
         self.done(self.id, self.reply)
         return [*said, {"type": f"response.{status}", "response": self._shown(status, results)}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """What ends a stream in its midst."""
+        """The event that ends a stream with an error."""
         self._writer.close("incomplete")
         found = error.body["error"]
         shown = self._shown("failed")
@@ -87,7 +87,7 @@ class ResponseAnswer:
 
     @property
     def end(self) -> bytes:
-        """Nothing: the last event says that it is the last."""
+        """Nothing: the type of the last event marks the end."""
         return b""
 
     def _shown(self, status: str, results: Sequence[Result] = ()) -> dict[str, Any]:

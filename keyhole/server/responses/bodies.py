@@ -1,4 +1,4 @@
-"""What /v1/responses takes, as messages of a chat."""
+"""The body of /v1/responses, as messages of a chat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROLES = {"developer": "system"}
 
 
 class ResponsesBody(SamplingBody):
-    """/v1/responses. input: a text, or items: messages, calls of functions and their outputs.
+    """/v1/responses. input: a string, or items: messages, function calls and their outputs.
 
     previous_response_id: of a response of this server, whose conversation is continued. store:
     whether a later request may continue this one.
@@ -39,7 +39,7 @@ class ResponsesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def conversation(self, before: Sequence[_Message]) -> list[_Message]:
-        """The messages of this request behind those of an earlier one."""
+        """The messages of an earlier response, followed by those of this request."""
         items: Any = self.input
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
@@ -51,7 +51,7 @@ class ResponsesBody(SamplingBody):
         return messages
 
     def chat_request(self, messages: Sequence[_Message]) -> ChatRequest:
-        """As a chat. The instructions precede the messages and are not kept with them."""
+        """The chat. The instructions precede the messages and are not stored with them."""
         first = [] if self.instructions is None else [_message("system", self.instructions)]
         return ChatRequest(
             messages=[*first, *messages],
@@ -64,7 +64,7 @@ class ResponsesBody(SamplingBody):
         )
 
     def check(self) -> None:
-        """ApiError for what is not served here."""
+        """ApiError for anything unsupported."""
         if self.truncation not in (None, "disabled"):
             raise ApiError(400, "truncation must be 'disabled'", param="truncation")
         if self.max_output_tokens is not None:
@@ -104,7 +104,7 @@ def _message(role: str, content: Any) -> _Message:
 
 
 def _content(given: Any) -> Any:
-    """Text, or parts of text as chats name them; what is neither is refused by the chat."""
+    """Text, or parts of text with the types that chats use; the chat refuses anything else."""
     if not isinstance(given, list):
         return given
     return [

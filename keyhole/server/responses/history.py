@@ -8,7 +8,7 @@ from typing import Any
 from keyhole.server.errors import ApiError
 
 _Message = dict[str, Any]
-#: Conversations that are kept, the last used, and messages of all of them.
+#: The most conversations that are kept, and the most messages of all together.
 MOST_KEPT = 256
 _MOST_CHARACTERS = 10_000_000
 
@@ -21,7 +21,7 @@ class History:
         self._size = 0
 
     def get(self, name: str | None, key: str) -> list[_Message]:
-        """The messages; none without a name. ApiError 404 for one that is not there."""
+        """The messages; none without a name. ApiError 404 for an unknown one."""
         if name is None:
             return []
         found = self._kept.get(name)

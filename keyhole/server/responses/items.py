@@ -1,4 +1,4 @@
-"""What a response is made of, and the events that tell of it while it is written."""
+"""The items of a response, and the events that stream them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keyhole.server.chat.reply import Event, Reasoning, Reply
 from keyhole.server.chat.tool_parser import CallArguments, CallBegin
 
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-#: Kind of an item -> the name of its events with text.
+#: Kind of an item -> the name of its text events.
 _EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
@@ -20,7 +20,7 @@ _EVENTS = {
 
 @dataclass
 class OutputItem:
-    """Reasoning, a message or a call. text: of a call its arguments."""
+    """Reasoning, a message or a call. text: for a call, its arguments."""
 
     kind: str
     call_id: str = ""
@@ -30,7 +30,7 @@ class OutputItem:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def shown(self) -> dict[str, Any]:
-        """As clients read it."""
+        """The item as clients receive it."""
         found: dict[str, Any] = {
             "id": f"{_IDS[self.kind]}_{self.id}",
             "type": self.kind,
@@ -44,7 +44,7 @@ class OutputItem:
         return found | {"role": "assistant", "content": parts}
 
     def part(self, text: str | None = None) -> dict[str, Any]:
-        """Its one part; text: instead of its own."""
+        """Its only part; text: replaces its own."""
         said = self.text if text is None else text
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": said}
@@ -52,14 +52,14 @@ class OutputItem:
 
 
 class ItemWriter:
-    """Makes items and events from what a reply brings."""
+    """Creates items and events from the parts of a reply."""
 
     def __init__(self, reply: Reply) -> None:
         self.items: list[OutputItem] = []
         self._reply = reply
 
     def take(self, events: list[Event]) -> list[dict[str, Any]]:
-        """What a stream says of these events."""
+        """The stream events of these parts."""
         said: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, CallBegin):

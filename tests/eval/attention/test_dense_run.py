@@ -164,7 +164,7 @@ def test_a_policy_reads_what_it_reads_alone(name: str, model: Model) -> None:
 
 
 @pytest.mark.slow
-def test_policies_beside_each_other_do_not_meet(model: Model) -> None:
+def test_policies_of_one_run_do_not_affect_each_other(model: Model) -> None:
     names = [name for name in POLICIES if name != "full"]
     together = observed(model, [small(name) for name in names])
     for number, name in enumerate(names):

@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on_and_a_further_method_is_added(
     assert len(asked.lines) == 4
 
 
-def test_a_method_that_fails_is_told_once_and_the_others_go_on(
+def test_a_failing_method_is_reported_once_and_the_others_continue(
     reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask, tried = LLM.ask, []

@@ -67,11 +67,11 @@ def test_a_question_stores_its_documents_and_is_answered_by_every_method() -> No
     ("seconds", "text"),
     [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5401, "1.5 h"), (172_800, "2.0 days")],
 )
-def test_a_duration_is_told_in_a_unit_that_suits_it(seconds: float, text: str) -> None:
+def test_a_duration_has_a_suitable_unit(seconds: float, text: str) -> None:
     assert suite.duration(seconds) == text
 
 
-def test_the_text_says_what_is_stored_and_how_long_the_rest_takes() -> None:
+def test_the_text_has_the_stored_cells_and_the_time_of_the_rest() -> None:
     parts = [
         PartEstimate(name="tasks", unit="cell", number=1200, stored=200, seconds=7200),
         PartEstimate(name="documents", unit="question", number=1, stored=1, seconds=0),

@@ -53,7 +53,7 @@ def test_a_pass_is_stored_and_found_again(
         gate(model, file, lambda: header("def"))
 
 
-def test_a_failure_says_which_check_is_worst_and_is_checked_again(
+def test_a_failure_names_the_worst_check_and_is_repeated(
     model: Model, checks: list[list[Check]], tmp_path: Path
 ) -> None:
     checks += [[check(0.0), check(0.5, "delta"), check(0.1)], [check(0.0)]]

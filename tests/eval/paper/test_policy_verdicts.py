@@ -101,7 +101,7 @@ def test_samples_are_paired_as_far_as_every_line_has_them() -> None:
     assert judged.loss.points == 0
 
 
-def test_a_place_without_its_control_does_not_count_and_a_refused_method_says_why() -> None:
+def test_a_place_without_its_control_does_not_count_and_a_refusal_has_a_reason() -> None:
     alone = cells("quest", 1024, 128, RIGHT, HALF)[:1]
     errors = [{"method": "quest", "error": "too small"}, {"method": "delta", "error": "no layers"}]
     lines = [reference(1024), *alone]

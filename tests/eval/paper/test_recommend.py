@@ -98,7 +98,7 @@ def test_the_file_gives_the_policy_that_was_measured(
     assert measured["reuse_verdicts"]["epic"]["verdict"] == "use it"
 
 
-def test_without_a_method_to_use_it_says_full_attention(model: Model) -> None:
+def test_without_a_suitable_method_full_attention_is_recommended(model: Model) -> None:
     settings = recommended(outcome(model, HALF, 0.0), ABOUT, 4)
     assert (settings.policy, settings.settings, settings.reuse) == ("full", {}, None)
     assert settings.measured["verdict"] == "no method to use"

@@ -35,7 +35,7 @@ def results(lines: list[Line]) -> dict[str, ReuseResult]:
     return {one.name: one for one in verdicts.reuse_results(lines, names)}
 
 
-def test_every_method_is_read_beside_recomputing_and_no_documents() -> None:
+def test_every_method_is_compared_with_recomputing_and_no_documents() -> None:
     lines = [
         question(
             seed,

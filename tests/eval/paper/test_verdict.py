@@ -53,7 +53,7 @@ def test_one_place(place: Scores, expected: str) -> None:
     assert judged(place).verdict == expected
 
 
-def test_a_model_that_answers_nothing_tells_nothing_and_the_reason_says_so() -> None:
+def test_a_model_without_right_answers_is_inconclusive_with_the_reason() -> None:
     found = judged(scores(0.0, 0.0, 0.0), scores(0.0, 0.0, 0.0, samples=7))
     assert (found.verdict, found.gain, found.telling, found.places) == (CANNOT_TELL, None, 0, 2)
     assert found.why == "full itself is right in at most 0 % anywhere"
@@ -103,7 +103,7 @@ def test_the_smallest_budget_that_will_do_is_recommended() -> None:
     assert found.why == good.why
 
 
-def test_a_budget_that_passes_below_one_that_fails_is_taken_for_chance() -> None:
+def test_a_pass_at_a_smaller_budget_than_a_failure_counts_as_chance() -> None:
     good, bad = judged(scores(1.0, 1.0, 0.5)), judged(scores(0.8, 1.0, 0.5))
     found = conclude([(64, good), (128, bad), (256, good)])
     assert found.recommended == 256

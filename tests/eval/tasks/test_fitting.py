@@ -56,6 +56,6 @@ def test_there_may_be_no_more_to_write() -> None:
     assert fitted("task", 10_000, 0, words, writer(lambda size: 50, []), least=1)
 
 
-def test_a_length_that_is_too_short_is_told_with_what_it_takes() -> None:
+def test_a_length_that_is_too_short_is_an_error_with_the_least() -> None:
     with pytest.raises(ConfigError, match="length 39 is too short for task: it needs at least 40"):
         fitted("task", 39, 0, words, writer(lambda size: 10 * size, []), least=3)

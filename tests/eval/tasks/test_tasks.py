@@ -164,7 +164,7 @@ def without_needed(context: str, depths: tuple[float, ...], name: str) -> str:
 
 @pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("name", WITH_DEPTH)
-def test_a_needle_stands_as_deep_as_asked(name: str, depth: float) -> None:
+def test_a_needle_has_the_requested_depth(name: str, depth: float) -> None:
     task = make_task(name, {"depth": depth})
     anywhere = make_task(name).make(4096, 5, WORDS)
     sample = task.make(4096, 5, WORDS)
@@ -234,6 +234,6 @@ def test_an_unknown_name_is_refused_and_the_nearest_offered(
         (lambda: make_task("tiny_recall").make(512, -1, WORDS), "seed -1 must be a whole number"),
     ],
 )
-def test_what_cannot_be_made_is_told(wrong: Callable[[], object], message: str) -> None:
+def test_impossible_samples_are_errors(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         wrong()

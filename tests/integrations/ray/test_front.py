@@ -127,7 +127,7 @@ def test_a_stream_that_began_ends_with_an_error(path: str, begins: bytes) -> Non
         (DeploymentUnavailableError(None), 503, "unavailable"),
     ],
 )
-def test_what_cannot_be_served_now_says_so(error: Exception, status: int, code: str) -> None:
+def test_unavailable_replicas_are_an_error(error: Exception, status: int, code: str) -> None:
     start, body = ask(Replicas([error]))
     assert start["status"] == status
     assert json.loads(body["body"])["error"]["code"] == code

@@ -35,7 +35,7 @@ def test_serve_takes_its_config_and_keyhole_its_settings(service: Any) -> None:
     assert found.deployment["autoscaling_config"]["max_replicas"] == 4
 
 
-def test_a_worker_has_room_for_a_replica(service: Any) -> None:
+def test_a_worker_has_resources_for_a_replica(service: Any) -> None:
     given = yaml.safe_load(service["serveConfigV2"])["applications"][0]["args"]
     cluster = service["rayClusterConfig"]
     (group,) = cluster["workerGroupSpecs"]

@@ -41,7 +41,7 @@ def test_a_client_may_say_what_belongs_together() -> None:
 
 
 @pytest.mark.parametrize("long", ["x" * 300, [*range(100)], [[*range(100)]], ["x" * 300, "y"]])
-def test_prompts_that_begin_alike_have_one_key(long: Any) -> None:
+def test_prompts_with_the_same_start_have_one_key(long: Any) -> None:
     longer = long + "end" if isinstance(long, str) else [*long, 7]
     assert key("/v1/completions", prompt=long) == key("/v1/completions", prompt=longer)
     assert key("/v1/completions", prompt=long) != key("/v1/completions", prompt="z" * 300)

@@ -77,7 +77,7 @@ def test_the_others_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "streaming_llm", "omnikv", "quest", "delta"])
-def test_a_budget_below_a_page_is_refused(name: str) -> None:
+def test_a_budget_smaller_than_a_page_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"token_budget {PAGE - 1} must be at least"):
         page_policy(make_policy(name, {"token_budget": PAGE - 1}), GEOMETRY)
 

@@ -108,7 +108,7 @@ def test_there_is_no_way_to_an_oracle_that_is_no_better() -> None:
         (loss(0.1, read=80), "reads more"),
     ],
 )
-def test_a_verdict_is_what_the_interval_says(own: dict[str, Any], says: str) -> None:
+def test_a_verdict_follows_the_interval(own: dict[str, Any], says: str) -> None:
     made = line("quest")
     made["losses"]["method"] = own
     row = tables.row(made)
@@ -130,7 +130,7 @@ def test_a_method_without_sparse_layers_has_nothing_to_lose() -> None:
     assert tables.verdict(row) == "-"
 
 
-def test_tables_have_the_random_twin_beside_the_model() -> None:
+def test_tables_have_the_random_twin_next_to_the_model() -> None:
     twin = line("quest", "random")
     twin["losses"]["method"] = loss(0.4)
     lines = [line("quest"), twin, overlap("trained"), overlap("random"), line("delta")]

@@ -1,0 +1,1 @@
+"""Drafts of the next tokens, which one step checks together."""

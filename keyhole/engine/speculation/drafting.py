@@ -1,0 +1,91 @@
+"""Proposes tokens for the decoding sequences of a step, and counts which of them were right.
+
+The step computes a sequence's newest token and its K proposed ones as 1 + K rows, each of which
+reads what it would read in a step of its own. Then a token is sampled from each row in turn, as in
+any step, as long as the token sampled before is the proposed one. Tokens, log-probabilities and the
+random numbers that are used are therefore those without a draft. For a draft without probabilities
+this is speculative sampling (Leviathan et al., ICML 2023, arXiv 2211.17192, section 2.3): a
+proposed token of probability p is accepted with probability p, and otherwise replaced by another
+token, in proportion to the others' probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from keyhole.cache.layout import Geometry
+from keyhole.config import EngineConfig
+from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.sequence import Sequence
+from keyhole.engine.speculation.prompt_lookup import PromptLookup
+from keyhole.errors import ConfigError
+from keyhole.policies.base import Policy
+from keyhole.retrieval.head import RetrievalHead
+
+
+class Proposer(Protocol):
+    """What proposes tokens."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """At most `most` (at least 1) tokens to follow those of the sequence; none: no idea."""
+        ...
+
+
+def make_proposer(name: str) -> Proposer:
+    """The proposer of this name, which `EngineConfig` has checked."""
+    assert name == "ngram", name
+    return PromptLookup()
+
+
+class Drafting:
+    """Fills in `SchedulerOutput.drafts`."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, max_length: int) -> None:
+        assert config.draft is not None
+        self._proposer = make_proposer(config.draft)
+        self._most = config.num_draft_tokens
+        self._max_length = max_length
+        self._scheduler = scheduler
+
+    def propose(self, plan: SchedulerOutput) -> None:
+        """Adds to a step proposed tokens for its decoding sequences, and allocates their pages."""
+        for sequence in plan.decodes:
+            most = self._wanted(sequence)
+            tokens = self._proposer.propose(sequence, most) if most > 0 else []
+            count = self._scheduler.reserve_draft(sequence, len(tokens)) if tokens else 0
+            if count:
+                plan.drafts[sequence] = tokens[:count]
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """The most tokens to propose: with the model's own, as many as the sequence may still get.
+
+        None for a sequence whose next tokens are known (replayed or given), which are computed one
+        per step, and for one whose reads are traced, as a trace has one entry per token.
+        """
+        if sequence.num_computed + 1 < len(sequence.tokens) or sequence.trace is not None:
+            return 0
+        end = min(sequence.token_limit, self._max_length)
+        return min(self._most, end - len(sequence.tokens) - 1)
+
+
+def require_exact(policy: Policy, geometry: Geometry, head: RetrievalHead | None) -> None:
+    """ConfigError for a resolved policy under which proposed tokens cannot be checked exactly."""
+    why = _why_not(policy, geometry, head)
+    if why is not None:
+        raise ConfigError(
+            f"draft= cannot be used with policy {policy.name!r}: {why}; leave draft out, or use a "
+            "policy such as full, delta or quest"
+        )
+
+
+def _why_not(policy: Policy, geometry: Geometry, head: RetrievalHead | None) -> str | None:
+    if policy.speculative is not True:
+        return str(policy.speculative)
+    if policy.sequence_state(geometry) or policy.sequence_numbers(geometry):
+        return "with these settings it keeps data of a sequence from step to step"
+    if policy.wants_head and head is not None and head.config.uses_features:
+        return (
+            "its retrieval head reads the model's hidden states of the token before, which a "
+            "proposed token does not have yet"
+        )
+    return None

@@ -1,0 +1,67 @@
+"""A draft that knows what comes and errs as often as it is told, for any pattern of acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from unittest import mock
+
+from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.engine.speculation import drafting
+
+#: Tokens of one step of a draft.
+COUNT = 4
+
+
+class Erring:
+    """Proposes what follows in known texts; a token is wrong with a probability of `error`.
+
+    There are from 0 to the wanted number of tokens; after a wrong one they may be right again.
+    """
+
+    def __init__(self, texts: Iterable[list[int]], vocab_size: int, error: float = 0.3) -> None:
+        self._texts = list(texts)
+        self._vocab_size, self._error = vocab_size, error
+        self._random = random.Random(0)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        assert most >= 1
+        known = sequence.tokens
+        text = next((t for t in self._texts if t[: len(known)] == known), None)
+        if text is None:
+            return []
+        count = most if not self._error else self._random.randint(0, most)
+        return [self._maybe_wrong(token) for token in text[len(known) : len(known) + count]]
+
+    def _maybe_wrong(self, token: int) -> int:
+        if self._random.random() >= self._error:
+            return token
+        return (token + self._random.randint(1, self._vocab_size - 1)) % self._vocab_size
+
+
+def under_draft(engine: Engine, draft: drafting.Proposer) -> Engine:
+    """An engine made with draft="ngram", under another draft."""
+    assert engine.drafting is not None
+    engine.drafting._proposer = draft
+    return engine
+
+
+def knowing(engine: Engine, sequences: Iterable[Sequence], error: float = 0.3) -> Engine:
+    """The engine under a draft that knows what these finished sequences say."""
+    texts = [sequence.tokens for sequence in sequences]
+    return under_draft(engine, Erring(texts, engine.model.vocab_size, error))
+
+
+def rows_of_steps(engine: Engine) -> list[int]:
+    """Gets the number of proposed tokens of every step that the engine will run."""
+    found: list[int] = []
+    assert engine.drafting is not None
+    propose = engine.drafting.propose
+
+    def counted(plan: drafting.SchedulerOutput) -> None:
+        propose(plan)
+        found.append(sum(map(len, plan.drafts.values())))
+
+    mock.patch.object(engine.drafting, "propose", counted).start()
+    return found

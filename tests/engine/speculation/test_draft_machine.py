@@ -1,0 +1,140 @@
+"""Whatever comes and goes under a draft: pages, prefixes and bounds have accepted tokens only.
+
+Every request that ends has the logits that it has alone, without a draft and without a prefix
+cache. What the prefix cache holds is compared with pages that another engine computes of the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from keyhole import LLM, Quest, SamplingParams
+from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import Model, load
+from tests.checkpoints import make_model
+from tests.engine.speculation.drafts import COUNT, Erring, under_draft
+from tests.policies.models import VOCAB, prompt
+from tests.policies.recording import PAGE, run
+
+#: It reads everything, so that no rounding can change a choice, and keeps bounds of every page.
+POLICY = Quest(token_budget=512)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@functools.cache
+def shared_model() -> Model:
+    folder = Path(tempfile.mkdtemp())
+    return load(make_model("llama", folder, vocab_size=VOCAB, num_hidden_layers=2), "cpu")
+
+
+def engine_of(**options: Any) -> Engine:
+    options = {"page_size": PAGE, "max_batch": 3, "prefill_chunk": 24, **options}
+    return LLM(shared_model(), POLICY, **options).engine
+
+
+@functools.cache
+def continued(length: int, start: int) -> list[int]:
+    """A text and what the model says after it, without a draft."""
+    engine = engine_of(memory="4MiB")
+    params = SamplingParams(max_tokens=40, **GREEDY)
+    sequence = engine.add(prompt(60, start)[:length], params)
+    run(engine)
+    return sequence.tokens
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests that come, are stepped, are taken out, and are continued."""
+
+    @initialize(pages=st.integers(26, 60))
+    def start(self, pages: int) -> None:
+        page_bytes = engine_of(memory="4MiB").cache.page_bytes
+        self.engine = engine_of(draft="ngram", num_draft_tokens=COUNT, memory=pages * page_bytes)
+        self.texts: list[list[int]] = []
+        under_draft(self.engine, Erring(self.texts, VOCAB))
+        self.requests: list[Sequence] = []
+
+    def add(self, text: list[int], more: int) -> None:
+        if -(-(len(text) + more) // PAGE) <= self.engine.max_pages:
+            params = SamplingParams(max_tokens=more, **GREEDY)
+            self.requests.append(self.engine.add(text, params, keep_logits=True))
+
+    @rule(length=st.integers(1, 60), start=st.integers(0, 1), more=st.integers(1, 30))
+    def come(self, length: int, start: int, more: int) -> None:
+        """Few different texts, of which shorter ones are the start of longer ones."""
+        self.texts.insert(0, continued(length, start))
+        self.add(prompt(60, start)[:length], more)
+
+    @precondition(lambda self: any(r.finish_reason == "length" for r in self.requests))
+    @rule(number=st.integers(0, 99), more=st.integers(1, 12))
+    def go_on(self, number: int, more: int) -> None:
+        """The next turn of a conversation: its answer is now prompt."""
+        ended = [request for request in self.requests if request.finish_reason == "length"]
+        self.add([*ended[number % len(ended)].tokens, 7], more)
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+            self.engine.check_integrity()
+            for one in self.engine.scheduler.running:
+                assert len(one.pages) <= -(-len(one.tokens) // PAGE)
+                assert one.num_computed < len(one.tokens)
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(number=st.integers(0, 99))
+    def leave(self, number: int) -> None:
+        left = [request for request in self.requests if not request.is_finished]
+        self.engine.abort(left[number % len(left)])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        plain = engine_of(memory="4MiB", prefix_cache=False)
+        other = engine_of(memory="4MiB")
+        for request in self.requests:
+            if request.finish_reason == "length":
+                params = dataclasses.replace(request.params, max_tokens=1)
+                alone = plain.add(request.prompt, params, given=request.generated, keep_logits=True)
+                run(plain)
+                found, wanted = torch.stack(request.logits), torch.stack(alone.logits)
+                assert (found - wanted[: len(found)]).abs().max() <= 1e-4
+            other.add(request.tokens, SamplingParams(max_tokens=1, **GREEDY))
+            run(other)
+        self.compare_prefixes(other)
+
+    def compare_prefixes(self, other: Engine) -> None:
+        assert self.engine.prefix is not None
+        assert other.prefix is not None
+        mine, theirs = self.engine.prefix._pages, other.prefix._pages
+        assert mine.keys() <= theirs.keys()
+        pages = [mine[digest][0] for digest in mine]
+        others = [theirs[digest][0] for digest in mine]
+        for keys, data in zip(self.engine.cache.keys, self.engine.cache.data, strict=True):
+            assert torch.equal(data["low"][pages], keys[pages].amin(2))
+            assert torch.equal(data["high"][pages], keys[pages].amax(2))
+        tensors = zip(self.engine.cache._tensors(), other.cache._tensors(), strict=True)
+        for one, two in tensors:
+            if pages:
+                assert (one[pages] - two[others]).abs().max() <= 1e-4
+
+
+class TestFew(Machine.TestCase):
+    settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.slow
+class TestMachine(Machine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
