@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.vllm_engine SETTINGS    # JSON: see `start`; used by `vllm_plugin`
 
-Every line of standard input is a command, a JSON object with the arguments of `Engine.decode`, and
+Every line of standard input is a command, a JSON object with the arguments of `DecodeTimer.decode`, and
 is answered by a line. The prompts are not computed: a KV connector says that their keys and values
 are there, and the pages hold random numbers from the start. Every byte is read all the same.
 """
@@ -121,7 +121,7 @@ def _fill(worker: Any) -> None:
             part.copy_(sample.roll(shift)[: len(part)])
 
 
-class Engine:
+class DecodeTimer:
     """An engine, and the adapters of the policies that it has run."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -219,10 +219,10 @@ def main() -> None:
     """Answers on standard output; what vLLM prints there goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(json.loads(sys.argv[1]))
+    timer = DecodeTimer(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(engine.decode(**json.loads(line))), file=answers, flush=True)
+        print(json.dumps(timer.decode(**json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Remote:
         self._process, self._log, self._ready = process, log, False
 
     def decode(self, **given: Any) -> dict[str, Any]:
-        """The answer of `vllm_engine.Engine.decode`."""
+        """The answer of `vllm_engine.DecodeTimer.decode`."""
         if not self._ready:
             self._ready = bool(self._answer())
         assert self._process.stdin is not None
