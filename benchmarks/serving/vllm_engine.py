@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.vllm_engine SETTINGS    # JSON: see `start`; used by `vllm_plugin`
 
-Every line of standard input is a command, a JSON object with the arguments of `DecodeTimer.decode`, and
-is answered by a line. The prompts are not computed: a KV connector says that their keys and values
-are there, and the pages hold random numbers from the start. Every byte is read all the same.
+Every line of standard input is a command, a JSON object with the arguments of `DecodeTimer.decode`,
+and is answered by a line. The prompts are not computed: a KV connector says that their keys and
+values are there, and the pages hold random numbers from the start. Every byte is read all the same.
 """
 
 from __future__ import annotations
