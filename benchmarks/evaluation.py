@@ -211,7 +211,7 @@ def main() -> None:
         model = load(keyhole.tiny(), "cpu")
         if arguments.errors:
             errors = LineFile(arguments.output.with_name(ERRORS.name))
-            look_into(model, file, errors, arguments.note)
+            examine_errors(model, file, errors, arguments.note)
         else:
             end = float("inf") if arguments.hours is None else 3600 * arguments.hours
             run(model, chosen(arguments), file, end, arguments.note)
@@ -347,7 +347,7 @@ def _stored(cell: GridCell, lines: Iterable[Line]) -> bool:
     )
 
 
-def look_into(model: Model, file: LineFile, errors: LineFile, note: str) -> list[Line]:
+def examine_errors(model: Model, file: LineFile, errors: LineFile, note: str) -> list[Line]:
     """Adds a line for each cell with wrong answers where full attention is right."""
     added = []
     for line, wrong in _wrong(file.lines):

@@ -25,7 +25,7 @@ class RatioTarget:
         return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
 
 
-def bars(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
+def ratio_targets(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
     """Every target whose operations were measured on `path`."""
     found: list[RatioTarget] = []
     everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]

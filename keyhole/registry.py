@@ -213,7 +213,7 @@ def typed(spec: Spec, kind: str, fields: Iterable[dataclasses.Field[Any]]) -> di
 #
 # Its path is accepted wherever a policy or a reuse method is given by name, as in
 # `LLM(policy="FILE.json")` and `keyhole generate --policy FILE.json`. `keyhole eval --suite paper`
-# writes one, with what was measured beside it.
+# writes one, with the measurements that led to it.
 
 
 _SUFFIX = ".json"

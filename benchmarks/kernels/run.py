@@ -28,7 +28,7 @@ from benchmarks.kernels import (
 from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import KernelSettings
-from benchmarks.targets import bars
+from benchmarks.targets import ratio_targets
 from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
 from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known
@@ -97,7 +97,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
         "read_bytes_per_s": bandwidth,
         "copy_bytes_per_s": copying,
         "results": results,
-        "bars": bars(results, names[0]) if device.type == "cpu" else [],
+        "bars": ratio_targets(results, names[0]) if device.type == "cpu" else [],
     }
 
 

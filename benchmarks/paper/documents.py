@@ -62,7 +62,9 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
         for name, text in zip(names, texts.tolist(), strict=True):
             llm.documents.add(name, {"prompt_token_ids": text})
         methods = [
-            _Theirs(weights, prompt) if name == REFERENCE else _Ours(name, llm, names, question)
+            _TransformersAnswer(weights, prompt)
+            if name == REFERENCE
+            else _KeyholeAnswer(name, llm, names, question)
             for name in settings.methods
         ]
         turns = {method.name: Turn(call=method.call, told_ms=method.told_ms) for method in methods}
@@ -87,7 +89,7 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
     }
 
 
-class _Ours:
+class _KeyholeAnswer:
     """One of our reuse methods."""
 
     def __init__(self, name: str, llm: LLM, documents: Sequence[str], question: Tensor) -> None:
@@ -116,7 +118,7 @@ class _Ours:
         return self._ttft_ms
 
 
-class _Theirs:
+class _TransformersAnswer:
     """The whole prompt in one forward pass of transformers."""
 
     name = REFERENCE

@@ -36,7 +36,7 @@ _COMPARED = 3
 _TOLERANCE = 1e-2  # the same numbers, in the same order: 0 is expected
 
 
-class Steady(RetrievalHead):
+class SteadyHead(RetrievalHead):
     """A random head whose queries are nearly constant.
 
     Of 2,048 tokens selected among 8,192 to 34,816, 86 to 80 % are selected again in the next step.
@@ -46,10 +46,12 @@ class Steady(RetrievalHead):
     same: Tensor  # [num_heads, D]
 
     @classmethod
-    def random(cls, target: nn.Module, *, inputs: str = "tokens+features", seed: int = 0) -> Steady:
+    def random(
+        cls, target: nn.Module, *, inputs: str = "tokens+features", seed: int = 0
+    ) -> SteadyHead:
         """See `RetrievalHead.random`."""
         head = super().random(target, inputs=inputs, seed=seed)
-        assert isinstance(head, Steady)
+        assert isinstance(head, SteadyHead)
         size = (head.config.num_heads, head.config.head_dim)
         drawn = torch.randn(size, generator=torch.Generator().manual_seed(seed))
         head.register_buffer("same", drawn.to(head.q.weight))
@@ -95,7 +97,7 @@ class OffloadedSystem:
         budget = settings.decode.token_budget
         chosen = {} if budget is None else {"token_budget": budget}
         self._policy: Policy = make_policy(OFFLOADED_SYSTEMS[name], chosen)
-        self._head = Steady.random(model.network)
+        self._head = SteadyHead.random(model.network)
         self._room = room - sum(parameter.nbytes for parameter in self._head.parameters())
         self.requests = self._most(settings)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.paper import setting
 from benchmarks.paper.kinds import ThroughputSettings
-from benchmarks.paper.settings import FLASH, HEADLINES, Bar, Headline, named
-from benchmarks.paper.traffic_lower_bound import ideal
+from benchmarks.paper.settings import FLASH, HEADLINES, Headline, SpeedTarget, named
+from benchmarks.paper.traffic_lower_bound import traffic_bound
 from benchmarks.speed_pages import tables
 
 Line = dict[str, Any]
@@ -52,8 +52,8 @@ def _arithmetic() -> list[str]:
     for one in HEADLINES.values():
         if not isinstance(one.settings, ThroughputSettings):
             continue
-        wanted = max(bar.wanted for bar in one.bars if bar.by in _DENSE)
-        found = ideal(one.settings)
+        wanted = max(target.wanted for target in one.targets if target.by in _DENSE)
+        found = traffic_bound(one.settings)
         far = ": out of reach without offloading, which `spe_context_below` uses"
         reach = "" if found.gain >= wanted else far
         plural = "" if found.requests == 1 else "s"
@@ -81,8 +81,13 @@ def counts(line: Line) -> bool:
 def _rows(name: str, line: Line | None) -> list[list[str]]:
     one = HEADLINES[name]
     return [
-        [_setting(one) if i == 0 else "", _speed(name, bar), bar.paper, *_found(name, bar, line)]
-        for i, bar in enumerate(one.bars)
+        [
+            _setting(one) if i == 0 else "",
+            _speed(name, target),
+            target.paper,
+            *_found(name, target, line),
+        ]
+        for i, target in enumerate(one.targets)
     ]
 
 
@@ -90,30 +95,32 @@ def _setting(one: Headline) -> str:
     return one.about if one.source == "ours" else f"{one.source}: {one.about}"
 
 
-def _speed(name: str, bar: Bar) -> str:
-    by = "" if bar.by is None else f" by `{bar.by}`"
-    return f"`{bar.of}`{by}, {setting.unit(name)}"
+def _speed(name: str, target: SpeedTarget) -> str:
+    by = "" if target.by is None else f" by `{target.by}`"
+    return f"`{target.of}`{by}, {setting.unit(name)}"
 
 
-def _found(name: str, bar: Bar, line: Line | None) -> list[str]:
-    wanted = f">= {bar.wanted}"
+def _found(name: str, target: SpeedTarget, line: Line | None) -> list[str]:
+    wanted = f">= {target.wanted}"
     if line is None:
         return [wanted, UNMEASURED]
-    said = named(bar, setting.unit(name))
+    said = named(target, setting.unit(name))
     for entry in line["bars"]:
         if entry["bar"] == said:
-            if (slow := _slow(bar, line["speeds"])) is not None:
+            if (slow := _slow(target, line["speeds"])) is not None:
                 return ["–", f"{entry['value']:.2f}, which says nothing: {slow}"]
             return [entry["wanted"], f"{entry['value']:.2f}{'' if entry['met'] else ' (missed)'}"]
     return [wanted, "not there"]
 
 
-def _slow(bar: Bar, speeds: Mapping[str, float]) -> str | None:
+def _slow(target: SpeedTarget, speeds: Mapping[str, float]) -> str | None:
     """Why being faster than the target's other system is meaningless; None if it is not."""
-    if bar.floor is None or bar.by is None or not {bar.by, bar.floor} <= speeds.keys():
+    if target.floor is None or target.by is None or not {target.by, target.floor} <= speeds.keys():
         return None
-    times = speeds[bar.floor] / speeds[bar.by]
-    return f"`{bar.by}` takes {times:.1f} times as long as `{bar.floor}`" if times > 1 else None
+    times = speeds[target.floor] / speeds[target.by]
+    return (
+        f"`{target.by}` takes {times:.1f} times as long as `{target.floor}`" if times > 1 else None
+    )
 
 
 def _is_replayed(result: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from benchmarks.kernels import run as kernels
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import documents, throughput
 from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
-from benchmarks.paper.offloaded_throughput import Steady
+from benchmarks.paper.offloaded_throughput import SteadyHead
 from benchmarks.paper.settings import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
 from keyhole.bench import decode, measure, offload
 from keyhole.bench.measure import Report
@@ -70,7 +70,7 @@ def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> L
     theirs = headline.theirs if device.type == "cuda" else (FLASH,)
     bandwidth = measure.read_bandwidth(device)
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        results = offload.run_large(settings, folder, theirs, Steady)
+        results = offload.run_large(settings, folder, theirs, SteadyHead)
     report([{"context": settings.context, **result} for result in results], [])
     return {"settings": asdict(settings), "read_bytes_per_s": bandwidth, "results": results}
 

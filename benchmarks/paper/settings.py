@@ -21,7 +21,7 @@ Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings |
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class SpeedTarget:
     """A target. by: None if `of` is itself a share. paper: the paper's result.
 
     floor: if `by` is slower than this system, being faster than `by` means nothing.
@@ -44,7 +44,7 @@ class Headline:
     about: str
     settings: Asked
     theirs: tuple[str, ...] = ()
-    bars: tuple[Bar, ...]
+    targets: tuple[SpeedTarget, ...]
     note: str = ""
 
 
@@ -55,7 +55,12 @@ ALL, PAGES, TOKENS = "attend, all", "attend, pages", "attend, tokens per head"
 
 
 def _table_3(
-    prompt: int, answer: int, memory: str, *bars: Bar, more: tuple[str, ...] = (), note: str = ""
+    prompt: int,
+    answer: int,
+    memory: str,
+    *targets: SpeedTarget,
+    more: tuple[str, ...] = (),
+    note: str = "",
 ) -> Headline:
     systems = ("transformers_eager", "transformers_sdpa", FLASH, "full", "spe_context", *more)
     decode = DecodeSettings(
@@ -71,7 +76,7 @@ def _table_3(
         settings=ThroughputSettings(
             prompt=prompt, answer=answer, memory=parse_bytes(memory), decode=decode
         ),
-        bars=bars,
+        targets=targets,
         note=note,
     )
 
@@ -87,29 +92,31 @@ def _kernels(batch: int) -> Headline:
             ops=("attend", "attend_and_score", "head_scores", "page_bounds", "bound_scores"),
             repeat=21,
         ),
-        bars=(
-            Bar(of=ALL, wanted=0.8),
-            Bar(of=PAGES, wanted=0.7),
-            Bar(of=TOKENS, wanted=0.5),
+        targets=(
+            SpeedTarget(of=ALL, wanted=0.8),
+            SpeedTarget(of=PAGES, wanted=0.7),
+            SpeedTarget(of=TOKENS, wanted=0.5),
         ),
     )
 
 
-def _long_answer(of: str = "spe_context") -> tuple[Bar, ...]:
+def _long_answer(of: str = "spe_context") -> tuple[SpeedTarget, ...]:
     """The paper's own ratios."""
     return (
-        Bar(of=of, by="transformers_eager", wanted=24.89, paper="24.89, 80 GB"),
-        Bar(of=of, by="full", wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
-        Bar(of=of, by=FLASH, wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+        SpeedTarget(of=of, by="transformers_eager", wanted=24.89, paper="24.89, 80 GB"),
+        SpeedTarget(of=of, by="full", wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
+        SpeedTarget(of=of, by=FLASH, wanted=2.2, paper="2.20 by FlashInfer, 80 GB"),
     )
 
 
-def _long_prompt(of: str = "spe_context") -> tuple[Bar, ...]:
+def _long_prompt(of: str = "spe_context") -> tuple[SpeedTarget, ...]:
     """The paper's own ratios."""
     return (
-        Bar(of=of, by="transformers_sdpa", wanted=7.4, paper="7.40 by Flash Attention, 80 GB"),
-        Bar(of=of, by="full", wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
-        Bar(of=of, by=FLASH, wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+        SpeedTarget(
+            of=of, by="transformers_sdpa", wanted=7.4, paper="7.40 by Flash Attention, 80 GB"
+        ),
+        SpeedTarget(of=of, by="full", wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
+        SpeedTarget(of=of, by=FLASH, wanted=1.56, paper="1.56 by FlashInfer, 80 GB"),
     )
 
 
@@ -136,9 +143,9 @@ HEADLINES: dict[str, Headline] = {
             token_budget=1024,
             repeat=21,
         ),
-        bars=(
-            Bar(of="delta", by="full", wanted=2.0, paper="1.49, 35 to 28 ms"),
-            Bar(of="delta", by=FLASH, wanted=1.5),
+        targets=(
+            SpeedTarget(of="delta", by="full", wanted=2.0, paper="1.49, 35 to 28 ms"),
+            SpeedTarget(of="delta", by=FLASH, wanted=1.5),
         ),
     ),
     "spe_context_80gb_long_answer": _table_3(2048, 32768, "80GB", *_long_answer()),
@@ -163,10 +170,10 @@ HEADLINES: dict[str, Headline] = {
             repeat=51,
         ),
         theirs=("transformers_offloaded", "transformers_eager_offloaded"),
-        bars=(
-            Bar(of=ELASTIC, by="transformers_eager_offloaded", wanted=10.06, paper="10.06"),
-            Bar(of=ELASTIC, by="transformers_offloaded", wanted=1.0),
-            Bar(of=ELASTIC, by=NO_ELASTIC, wanted=1.0),
+        targets=(
+            SpeedTarget(of=ELASTIC, by="transformers_eager_offloaded", wanted=10.06, paper="10.06"),
+            SpeedTarget(of=ELASTIC, by="transformers_offloaded", wanted=1.0),
+            SpeedTarget(of=ELASTIC, by=NO_ELASTIC, wanted=1.0),
         ),
         note="For one text of 34,816 tokens the head of random weights chooses about four of five\n"
         "tokens again at the next step, as in SpeContext's figure 6b.",
@@ -178,10 +185,10 @@ HEADLINES: dict[str, Headline] = {
         settings=DocumentSettings(
             methods=("transformers_sdpa", "recompute", "cacheblend", "sam_kv"),
         ),
-        bars=(
-            Bar(of="sam_kv", by="transformers_sdpa", wanted=1.0),
-            Bar(of="sam_kv", by="recompute", wanted=1.0),
-            Bar(of="sam_kv", by="cacheblend", wanted=1.0, floor="recompute"),
+        targets=(
+            SpeedTarget(of="sam_kv", by="transformers_sdpa", wanted=1.0),
+            SpeedTarget(of="sam_kv", by="recompute", wanted=1.0),
+            SpeedTarget(of="sam_kv", by="cacheblend", wanted=1.0, floor="recompute"),
         ),
     ),
     # The smallest batch that has targets for the kernels' shares.
@@ -192,15 +199,15 @@ HEADLINES: dict[str, Headline] = {
 def judged(headline: Headline, unit: str, speeds: dict[str, float]) -> list[dict[str, Any]]:
     """The result of every target whose systems were measured."""
     found = []
-    for bar in headline.bars:
-        if bar.of not in speeds or (bar.by is not None and bar.by not in speeds):
+    for target in headline.targets:
+        if target.of not in speeds or (target.by is not None and target.by not in speeds):
             continue
-        value = speeds[bar.of] / (1.0 if bar.by is None else speeds[bar.by])
-        said = {"value": value, "wanted": f">= {bar.wanted}", "met": value >= bar.wanted}
-        found.append({"bar": named(bar, unit), **said})
+        value = speeds[target.of] / (1.0 if target.by is None else speeds[target.by])
+        said = {"value": value, "wanted": f">= {target.wanted}", "met": value >= target.wanted}
+        found.append({"bar": named(target, unit), **said})
     return found
 
 
-def named(bar: Bar, unit: str) -> str:
+def named(target: SpeedTarget, unit: str) -> str:
     """A target in words."""
-    return f"{bar.of}: {unit}" + ("" if bar.by is None else f" by those of {bar.by}")
+    return f"{target.of}: {unit}" + ("" if target.by is None else f" by those of {target.by}")

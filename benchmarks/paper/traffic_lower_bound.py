@@ -16,14 +16,14 @@ from keyhole.bench.settings import SHAPES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ideal:
+class TrafficBound:
     """requests: the most whole requests that fit. gain: speed-up over reading everything."""
 
     requests: int
     gain: float
 
 
-def ideal(settings: ThroughputSettings) -> Ideal:
+def traffic_bound(settings: ThroughputSettings) -> TrafficBound:
     """The bound for SpeContext at its budget over the whole answer; only for Llama shapes.
 
     A step's bytes are linear in the length, so their mean is that of the middle of the answer.
@@ -42,7 +42,7 @@ def ideal(settings: ThroughputSettings) -> Ideal:
     length = settings.prompt + settings.answer // 2
     dense = weights + requests * length * token_bytes
     chosen = min(length, decode.token_budget) * token_bytes + length * head_bytes
-    return Ideal(requests=requests, gain=dense / (weights + requests * chosen))
+    return TrafficBound(requests=requests, gain=dense / (weights + requests * chosen))
 
 
 def num_weights(shape_name: str) -> int:

@@ -99,7 +99,7 @@ def page(
             "Time of a step in milliseconds, and in brackets the share of the read bandwidth that\n"
             "the run measured:",
             tables.times(line),
-            *([tables.bars(line)] if line.get("bars") else []),
+            *([tables.targets(line)] if line.get("bars") else []),
             *tables.memory(line),
             tables.about(line),
         ]

@@ -62,11 +62,11 @@ def kernels(line: Line) -> list[str]:
         "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
         f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
         written(heads, rows),
-        bars(line),
+        targets(line),
     ]
 
 
-def bars(line: Line) -> str:
+def targets(line: Line) -> str:
     """A row per target; empty without targets."""
     return "\n".join(
         f"- {bar['bar']}: {bar['value']:.2f}, target {bar['wanted']}"

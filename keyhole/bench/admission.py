@@ -1,6 +1,6 @@
 """How much longer steps take while a question over stored documents is admitted.
 
-Some requests decode. A question over stored documents arrives, and its documents are filled beside
+Some requests decode. A question over stored documents arrives, and its documents are filled during
 their steps. The result is the longest step until the question's first token, divided by the median
 of the steps just before the question. The same number of steps without a question is measured in
 the same way, to show the noise of the machine. On a CPU the measurement is repeated with the CPU
@@ -139,7 +139,7 @@ class _Case:
         return others
 
     def _admit(self) -> dict[str, float]:
-        """Admits one question beside the others: times in ms, and the longest steps relative to the
+        """Admits one question while others run: times in ms, and the longest steps relative to the
         median.
         """
         control, control_cpu = zip(*(self._step() for _ in range(_STEPS)), strict=True)

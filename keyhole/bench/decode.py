@@ -1,10 +1,10 @@
-"""Step time of decoding with a long cache, beside transformers.
+"""Step time of decoding with a long cache, compared with transformers.
 
 A Llama of a given shape with random weights; the caches are filled with random numbers, the same in
 all, so nothing is prefilled. Before anything is timed, the logits of full attention and of every
-baseline must agree over the same cache. Then all systems take turns, one step each. Systems in a
-process of their own (`Outside`) are measured one after the other, each beside all the others, as
-their caches may be large.
+baseline must agree over the same cache. Then all systems are interleaved, one step each. Systems in
+a separate process (`Outside`) are measured one after the other, each with all the others, as their
+caches may be large.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Result = dict[str, Any]
 #: Receives results as they come, and notes on them.
 Report = Callable[[Sequence[Result], Sequence[str]], None]
 
-# Far more than any cache holds, so that a sum over it reads memory; on a GPU more again, where what
-# a launch takes would not be small beside it.
+# Far more than any cache holds, so that a sum over it reads memory; even more on a GPU, where the
+# launch would otherwise take a significant part of the time.
 _BANDWIDTH_BYTES = 1 << 29
 _MORE_ON_GPU = 8
 BANDWIDTH_RUNS = 7

@@ -192,7 +192,7 @@ class Prefetcher:
         resident = self._finish(layer)
         if resident is None or load is None or load.selection is not selection:
             frame = self._frame(selection.unit)
-            resident = self._exchange(layer, selection, frame)
+            resident = self._load_missing(layer, selection, frame)
             self._done.append((layer, resident))
         self._stall += time.perf_counter() - begin
         return resident
@@ -261,7 +261,7 @@ class Prefetcher:
             )
         return self._frames[unit]
 
-    def _exchange(self, layer: int, selection: Selection, frame: Frame) -> Resident:
+    def _load_missing(self, layer: int, selection: Selection, frame: Frame) -> Resident:
         pages = self._cache.keys[layer], self._cache.values[layer]
         return self._buffers[layer].load_missing(selection, frame, *pages)
 
@@ -289,10 +289,10 @@ class Prefetcher:
     ) -> Resident:
         """The worker thread's job, if there is a thread."""
         if ready is None or loaded is None:
-            return self._exchange(layer, selection, frame)
+            return self._load_missing(layer, selection, frame)
         with torch.cuda.stream(self._stream):
             ready.wait()
-            resident = self._exchange(layer, selection, frame)
+            resident = self._load_missing(layer, selection, frame)
             loaded.record()
         return resident
 

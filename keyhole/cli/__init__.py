@@ -19,7 +19,7 @@ from keyhole.errors import KeyholeError
 
 #: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
-    "demo": "two long tasks under four methods, each beside its control, and a picture",
+    "demo": "two long tasks under four methods, each with its control, and a picture",
     "generate": "continue a prompt",
     "chat": "talk with a model",
     "serve": "serve a model over HTTP, for any OpenAI client",

@@ -379,7 +379,7 @@ def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
 
 
 class AttentionRecall(Perplexity):
-    """Recall of attention, and perplexity beside it; the score is the mean recall."""
+    """Recall of attention, and perplexity; the score is the mean recall."""
 
     name = "attention_recall"
 

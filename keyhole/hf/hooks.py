@@ -105,9 +105,9 @@ class Hooks:
         self.pages, _ = allocate(
             model, geometry, self.run.policy, config, self._head, num_rows=config.max_batch
         )
-        self._lookahead = None
+        self._head_runner = None
         if self._head is not None:
-            self._lookahead = HeadRunner(self._head, self.pages, choice_lists(geometry))
+            self._head_runner = HeadRunner(self._head, self.pages, choice_lists(geometry))
         self._names = list(inspect.signature(model.network.forward).parameters)
         self._handles: list[Any] = []
         self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -134,7 +134,7 @@ class Hooks:
 
     def _runner(self, num_rows: int) -> Runner:
         """The runner for this number of rows."""
-        return Runner(self._model, self.pages, self.run.policy, num_rows, self._lookahead)
+        return Runner(self._model, self.pages, self.run.policy, num_rows, self._head_runner)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ class Hooks:
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         if (ids is None) == (embeds is None):
             raise RequestError("give either input_ids or inputs_embeds")
-        if ids is None and self._lookahead is not None:
+        if ids is None and self._head_runner is not None:
             raise unsupported(f"inputs_embeds with {self.run.policy.name} (its head reads tokens)")
 
     def _pack(self, given: dict[str, Any]) -> tuple[_Call, dict[str, Any]]:

@@ -80,6 +80,12 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
+def takes_columns(*tensors: Tensor) -> bool:
+    """As `takes`; keys may also be columns: pages [P, Hkv, page_size, D] with adjacent tokens."""
+    rows = (x.mT if x.dim() == 4 and x.stride(2) == 1 else x for x in tensors)
+    return takes(*rows) and all(x.shape[2] <= _MAX_PAGE_SIZE for x in tensors if x.dim() == 4)
+
+
 def address(tensor: Tensor | None) -> int:
     """The address of its data; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
@@ -141,7 +147,7 @@ def page_bounds(
         low.shape[1],
         low.shape[2],
         key_pages.data_ptr(),
-        key_pages.stride()[:3],
+        key_pages.stride(),
         low.data_ptr(),
         high.data_ptr(),
         pages.data_ptr(),

@@ -26,8 +26,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def operation(twin: Callable[P, R], on_cpu: Callable[P, R] | None = None) -> Callable[P, R]:
+def operation(
+    twin: Callable[P, R],
+    on_cpu: Callable[P, R] | None = None,
+    takes: Callable[..., bool] = cpu.takes,
+) -> Callable[P, R]:
     """The operation that `twin` defines, with its signature; on_cpu: the C++ extension's function.
+
+    takes: whether that accepts the tensors among the operands.
 
     A Triton kernel is found by the twin's name. Any CUDA tensor among the operands makes it a call
     for the GPU; others may then be in pinned host memory.
@@ -40,7 +46,7 @@ def operation(twin: Callable[P, R], on_cpu: Callable[P, R] | None = None) -> Cal
         if any(x.is_cuda for x in tensors):
             if _use_triton and triton.has(name) and triton.takes(name, *tensors):
                 chosen = triton.operation(name)
-        elif on_cpu is not None and cpu.takes(*tensors):
+        elif on_cpu is not None and takes(*tensors):
             chosen = on_cpu
         if not profiler._is_profiler_enabled:
             return chosen(*args, **kwargs)
@@ -89,10 +95,10 @@ def backend(device: torch.device) -> str:
 append = operation(reference.append, cpu.append)
 attend = operation(reference.attend, cpu_attention.attend)
 attend_and_score = operation(reference.attend_and_score, cpu_attention.attend_and_score)
-head_scores = operation(reference.head_scores, cpu_attention.head_scores)
+head_scores = operation(reference.head_scores, cpu_attention.head_scores, cpu.takes_columns)
 prefill = operation(reference.prefill, cpu_attention.prefill)
 sparse_prefill = operation(reference.sparse_prefill, cpu_attention.sparse_prefill)
-page_bounds = operation(reference.page_bounds, cpu.page_bounds)
+page_bounds = operation(reference.page_bounds, cpu.page_bounds, cpu.takes_columns)
 bound_scores = operation(reference.bound_scores, cpu.bound_scores)
 summary_scores = operation(reference.summary_scores, cpu.summary_scores)
 spread_scores = operation(reference.spread_scores, cpu.spread_scores)

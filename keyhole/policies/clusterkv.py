@@ -99,8 +99,8 @@ class ClusterKV(Policy):
     )
     generated: str = setting(
         "counted",
-        "generated tokens: counted in the budget; recent_beside: read beside it until they are "
-        "in clusters; all_beside: read beside it and never put into clusters",
+        "generated tokens: counted in the budget; recent_beside: read outside it until they are "
+        "in clusters; all_beside: read outside it and never clustered",
     )
 
     def resolve(self, geometry: Geometry) -> Self:

@@ -97,7 +97,7 @@ class RandomTokens(Policy):
     seed: int = setting(0, "of the draw")
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Checks that the newest token fits beside the sinks."""
+        """Checks that the newest token fits in addition to the sinks."""
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require(is_count(self.seed, 0), "seed", self.seed, "a number from 0")
         always_read(self.sink_size, None, self.token_budget)

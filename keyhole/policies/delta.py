@@ -14,7 +14,7 @@ read the whole cache.
 
 Differences (theirs | ours | effect measured):
 - layers {0, 1} read everything and {2, 14, 22} of 28 select | scaled to the depth, or measured for
-  the model, if a file of `keyhole calibrate` is beside the weights or is given as `layers` |
+  the model, if a file of `keyhole calibrate` is in its folder or is given as `layers` |
   differs by model: `keyhole calibrate` prints mass kept, error of the output, dense layers and keys
   read of every placement
 - layers are placed where attention shifts most | `keyhole calibrate` places them where the layers

@@ -79,7 +79,7 @@ class OmniKV(Policy):
         None, "layers after each filter that read everything; None: 1, or 0 if none were left"
     )
     keep_generated: bool = setting(
-        False, "read all generated tokens, beside the budget, and choose among the prompt's"
+        False, "read all generated tokens, outside the budget, and select among the prompt's"
     )
 
     @classmethod

@@ -11,7 +11,7 @@ at every token by every layer; their prompt keys are reconstructed, and RoPE is 
 
 Cost per step and layer: one landmark per chunk, then `token_budget` keys and values, and for
 reconstructed keys `rank` numbers per token and head and the basis; after the prompt one
-decomposition. Bases are allocated beside the KV cache, one per concurrent request (10 MiB each
+decomposition. Bases are allocated outside the KV cache, one per concurrent request (10 MiB each
 for 32 layers of 1024 numbers), and are not part of `memory`.
 
 When to use it: where the keys of long prompts take too much memory.
@@ -83,9 +83,9 @@ class ShadowKV(Policy):
         None, "newest tokens always read, in whole chunks; None: 32, or an eighth of the budget"
     )
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
-    keep_generated: bool = setting(False, "read all generated tokens, beside the budget")
+    keep_generated: bool = setting(False, "read all generated tokens, outside the budget")
     always_beside: bool = setting(
-        False, "read first, outlier and newest chunks beside the budget, too"
+        False, "read first, outlier and newest chunks outside the budget, too"
     )
 
     def resolve(self, geometry: Geometry) -> Self:

@@ -7,7 +7,7 @@ heads of its group, and every layer reads the same selection.
 
 Cost per step: the head's keys once, then `token_budget` keys and values per layer.
 
-When to use it: with a retrieval head beside the weights (`keyhole train-head`), above all with
+When to use it: with a retrieval head in the model's folder (`keyhole train-head`), above all with
 offloaded layers: the selection is known before the step begins.
 
 `per_head=False` is the coarser selection of section 4.2 (figure 5a): one list by the largest weight
@@ -62,7 +62,7 @@ class SpeContext(Policy):
     )
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
     per_head: bool = setting(True, "a list per KV head; False: one list that all heads share")
-    head: str | None = setting(None, "folder of the retrieval head; None: beside the weights")
+    head: str | None = setting(None, "folder of the retrieval head; None: in the model's folder")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that sinks, window and the tokens between refreshes fit into the budget."""

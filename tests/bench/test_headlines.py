@@ -12,7 +12,7 @@ from benchmarks import headlines as program
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import page, setting
 from benchmarks.paper.kinds import ThroughputSettings
-from benchmarks.paper.settings import HEADLINES, Bar, Headline, judged
+from benchmarks.paper.settings import HEADLINES, Headline, SpeedTarget, judged
 from keyhole.bench import model
 from keyhole.bench.settings import ALL_BASELINES, DecodeSettings
 from keyhole.errors import UnknownNameError
@@ -33,7 +33,7 @@ def test_a_setting_runs_in_small_and_has_speeds_for_its_bars(name: str) -> None:
     assert reported
     assert all(speed > 0 for speed in line["speeds"].values())
     # All but those that need the host below a GPU.
-    there = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
+    there = {n for target in HEADLINES[name].targets for n in (target.of, target.by) if n}
     assert {n for n in there if not n.endswith("_offloaded")} <= set(line["speeds"])
 
 
@@ -53,7 +53,7 @@ def test_the_sizes_are_those_of_the_papers() -> None:
 def test_kernels_are_measured_from_batch_16_on() -> None:
     asked = [h for h in HEADLINES.values() if isinstance(h.settings, KernelSettings)]
     assert [(h.settings.batch, h.settings.repeat) for h in asked] == [(64, 21), (16, 21)]
-    assert len({h.bars for h in asked}) == 1
+    assert len({h.targets for h in asked}) == 1
 
 
 def test_what_is_wanted_is_said_of_systems_that_are_measured() -> None:
@@ -65,19 +65,19 @@ def test_what_is_wanted_is_said_of_systems_that_are_measured() -> None:
             systems |= set(one.settings.decode.systems)
         else:
             continue
-        for bar in one.bars:
-            assert {bar.of, bar.by} <= systems, name
-            assert bar.of not in ALL_BASELINES
+        for target in one.targets:
+            assert {target.of, target.by} <= systems, name
+            assert target.of not in ALL_BASELINES
 
 
 def test_bars_are_ratios_of_speeds() -> None:
-    bars = (
-        Bar(of="mine", by="yours", wanted=2.0),
-        Bar(of="mine", wanted=31),
-        Bar(of="mine", by="nobody", wanted=1.0),
+    targets = (
+        SpeedTarget(of="mine", by="yours", wanted=2.0),
+        SpeedTarget(of="mine", wanted=31),
+        SpeedTarget(of="mine", by="nobody", wanted=1.0),
     )
     settings = HEADLINES["delta_figure_4"].settings
-    one = Headline(source="a", about="b", settings=settings, bars=bars)
+    one = Headline(source="a", about="b", settings=settings, targets=targets)
     assert judged(one, "tokens/s", {"mine": 30.0, "yours": 15.0}) == [
         {"bar": "mine: tokens/s by those of yours", "value": 2.0, "wanted": ">= 2.0", "met": True},
         {"bar": "mine: tokens/s", "value": 30.0, "wanted": ">= 31", "met": False},

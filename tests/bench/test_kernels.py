@@ -16,7 +16,7 @@ from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.cases import KernelCase
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import OPS, KernelSettings
-from benchmarks.targets import bars
+from benchmarks.targets import ratio_targets
 from keyhole import kernels
 from keyhole.bench import measure, model
 from keyhole.bench.decode import DisagreementError, relative_error
@@ -218,9 +218,9 @@ def test_bars_are_ratios_of_medians() -> None:
         result("best", 3.0, op="attend_and_score"),
         result("best attend", 2.0, op="attend_and_score"),
     ]
-    values = [(bar["value"], bar["met"]) for bar in bars(found, "best")]
+    values = [(bar["value"], bar["met"]) for bar in ratio_targets(found, "best")]
     assert values == [(0.5, False), (9.0, True), (0.25, False), (1.5, False)]
-    assert bars(found, "another") == []
+    assert ratio_targets(found, "another") == []
 
 
 def test_what_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

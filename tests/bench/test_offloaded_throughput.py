@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
-from benchmarks.paper.offloaded_throughput import OffloadedSystem, Steady
+from benchmarks.paper.offloaded_throughput import OffloadedSystem, SteadyHead
 from keyhole.bench import measure, model
 from keyhole.bench import model as bench_model
 from keyhole.bench.decode import DisagreementError
@@ -37,7 +37,7 @@ def smoke() -> model.Weights:
 
 
 def head_bytes(weights: model.Weights) -> int:
-    head = Steady.random(weights.keyhole.network)
+    head = SteadyHead.random(weights.keyhole.network)
     return sum(parameter.nbytes for parameter in head.parameters())
 
 
@@ -78,7 +78,7 @@ def test_steps_of_all_requests_are_timed_with_offloaded_layers(smoke: model.Weig
 
 def test_a_steady_head_chooses_most_tokens_again(smoke: model.Weights) -> None:
     torch.manual_seed(0)
-    head, tokens, budget = Steady.random(smoke.keyhole.network).float(), 2048, 512
+    head, tokens, budget = SteadyHead.random(smoke.keyhole.network).float(), 2048, 512
     keys = torch.randn(tokens // 16, head.config.num_kv_heads, 16, head.config.head_dim)
     table = torch.arange(tokens // 16, dtype=torch.int32)[None]
     chosen = []

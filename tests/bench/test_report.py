@@ -173,7 +173,7 @@ def headline_line(**more: Any) -> dict[str, Any]:
 def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> None:
     page = speed_pages.page([], [], headlines=[])
     rows = [row for row in page.splitlines() if row.startswith("|")][2:]
-    assert len(rows) == sum(len(one.bars) for one in HEADLINES.values())
+    assert len(rows) == sum(len(one.targets) for one in HEADLINES.values())
     assert all(row.endswith("| unmeasured |") for row in rows)
     assert f"{len(HEADLINES)} settings {len(HEADLINES)} are unmeasured:" in page
     # The same in small, or on a CPU, says nothing of it.

@@ -99,8 +99,8 @@ def test_wrong_answers_are_looked_into_once(tmp_path: Path) -> None:
     ]
     evaluation.run(model, cells, file, 60.0, "")
     errors = LineFile(tmp_path / "errors.jsonl")
-    (line,) = evaluation.look_into(model, file, errors, "")
+    (line,) = evaluation.examine_errors(model, file, errors, "")
     assert line["seeds"] == [0, 1]
     assert [one["seed"] for one in line["found"]] == [0, 1]
     assert line["map"]["layer"] == 0
-    assert evaluation.look_into(model, file, errors, "") == []
+    assert evaluation.examine_errors(model, file, errors, "") == []

@@ -29,7 +29,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("name", HEADLINES)
 def test_a_headline_setting_runs_in_small(name: str) -> None:
     line = setting.measured(name, "cuda", lambda *_: None, small=True)
-    wanted = {n for bar in HEADLINES[name].bars for n in (bar.of, bar.by) if n}
+    wanted = {n for target in HEADLINES[name].targets for n in (target.of, target.by) if n}
     assert wanted <= set(line["speeds"])
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection, reference
+from keyhole.kernels import ScoreRequest, Selection, cpu, reference
 from tests.effort import examples
 
 PAGE = 16
@@ -127,6 +127,26 @@ def test_head_scores(cache: Cache) -> None:
     check(found, reference.head_scores(query, keys, table, lengths, scale=cache.scale), found.dtype)
     for row, length in zip(found, lengths.tolist(), strict=True):
         assert not row[:, length:].any()
+
+
+@given(caches)
+@examples(40)
+def test_head_scores_and_bounds_of_keys_in_columns(cache: Cache) -> None:
+    """vLLM's CPU pages hold keys as [D, page_size]: the kernels read them without a copy."""
+    query, keys, _, table, lengths = cache.paged
+    columns = keys.mT.contiguous().mT
+    assert cpu.current() == cpu.REFERENCE or cpu.takes_columns(query, columns)
+    found = kernels.head_scores(query, columns, table, lengths, scale=cache.scale)
+    check(found, reference.head_scores(query, keys, table, lengths, scale=cache.scale), found.dtype)
+    for row, length in zip(found, lengths.tolist(), strict=True):
+        assert not row[:, length:].any()
+    last = [int(row[(n - 1) // PAGE]) for row, n in zip(table, lengths.tolist(), strict=True)]
+    where = torch.tensor(last), (lengths.long() - 1) % PAGE + 1
+    bounds = [torch.full_like(keys[:, :, 0], torch.inf) for _ in range(4)]
+    kernels.page_bounds(columns, bounds[0], bounds[1], *where)
+    reference.page_bounds(keys, bounds[2], bounds[3], *where)
+    assert torch.equal(bounds[0], bounds[2])
+    assert torch.equal(bounds[1], bounds[3])
 
 
 @given(caches, st.sampled_from((1, 5, 100, 300)), st.sampled_from((None, 7, 200)), options)

@@ -30,7 +30,7 @@ from keyhole.eval.report.cells import runs_of
 from keyhole.eval.report.page import environment, save_page, style_sheet
 from keyhole.eval.report.plot_style import FILL, SVG_STYLE, MethodStyle, inline_svg, method_styles
 
-#: Inches of a panel, panels beside each other, and inches for title and legend.
+#: Size of a panel in inches, panels per row, and inches for title and legend.
 _PANEL = (2.25, 1.75)
 _COLUMNS = 4
 _HEAD = 0.75

@@ -25,7 +25,7 @@ ITERATIONS = 10
 # Similarities computed at once (64 MiB in float32).
 _NUMBERS = 1 << 24
 
-# Cluster numbers are stored beside the keys, as integers of the same width.
+# Cluster numbers are stored with the keys, as integers of the same width.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 

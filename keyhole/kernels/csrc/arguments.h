@@ -1,6 +1,6 @@
 // Arguments of the kernels: raw pointers, sizes, strides. One plain struct per operation, the same
 // for every processor path. Shapes and letters are those of keyhole/kernels/__init__.py; strides
-// count numbers, not bytes, and the last dimension is always contiguous.
+// count numbers, not bytes, and the last dimension is contiguous, unless there is a stride for it.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,7 @@ enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 struct Pages {
     const void* data;
     int64_t page_stride, head_stride, token_stride;
+    int64_t dim_stride = 1;  // else keys are columns, [D, page_size], with a token stride of 1
 };
 
 // How scores become weights.

@@ -9,6 +9,35 @@ static inline int64_t chunk_size(int64_t tokens) {
     return size < 512 ? 512 : size > 4096 ? 4096 : size;
 }
 
+// Scores of H rows of queries and the keys of `count` tokens, at most N vectors, that are columns:
+// number d of token t is keys[d * stride + t]. There is no sum over lanes.
+template <class T, int H, int N>
+static inline void score_columns(const float* query, int64_t D, const T* keys, int64_t stride,
+                                 int count, float scale, float* raw, int64_t raw_stride) {
+    constexpr int W = Vector::width;
+    const int last = count - (N - 1) * W;
+    Vector sum[H][N];
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) sum[h][i] = broadcast(0.0f);
+    for (int64_t d = 0; d < D; d++) {
+        Vector k[N];
+        for (int i = 0; i < N; i++) {
+            const T* key = keys + d * stride + i * W;
+            k[i] = i < N - 1 || last == W ? load(key) : load(key, last);
+        }
+        for (int h = 0; h < H; h++) {
+            const Vector q = broadcast(query[h * D + d]);
+            for (int i = 0; i < N; i++) sum[h][i] = fma(q, k[i], sum[h][i]);
+        }
+    }
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) {
+            float* to = raw + h * raw_stride + i * W;
+            const Vector scores = sum[h][i] * broadcast(scale);
+            i < N - 1 || last == W ? store(to, scores) : store(to, scores, last);
+        }
+}
+
 template <class T>
 class Attention {
     using Query = typename Product<T>::Query;
@@ -41,6 +70,14 @@ class Attention {
         if (a.low_rank) {
             room_size_ = LowRankKeys<T>::room(a);
             room_ = static_cast<float*>(workspace(6, omp_get_max_threads() * room_size_ * 4));
+        }
+        if (a.keys.dim_stride != 1) {
+            const int64_t n = a.B * a.Hq * a.D;
+            plain_query_ = static_cast<float*>(workspace(5, n * 4));
+            for (int64_t i = 0; i < n; i += Vector::width) {
+                const int count = static_cast<int>(n - i < Vector::width ? n - i : Vector::width);
+                store(plain_query_ + i, load(static_cast<const T*>(a.query) + i, count), count);
+            }
         }
         block_ = kBlock / a.page_size * a.page_size;  // whole pages
         parallel_ = tokens * (a.D + a.Dv) * static_cast<int64_t>(sizeof(T)) > kAlone;
@@ -121,7 +158,9 @@ class Attention {
         if (end > begin + size) end = begin + size;
         const Rows rows = part(task);
         rows.clear();
-        if (a_.low_rank) {
+        if (plain_query_) {
+            read_columns(b, h, begin, end, row);
+        } else if (a_.low_rank) {
             LowRankKeys<T> keys(a_, b, h, room_ + omp_get_thread_num() * room_size_);
             read(source(b, h, &keys), begin, end, row, rows);
         } else {
@@ -140,6 +179,29 @@ class Attention {
         };
         for (; tiles.left(); tiles.advance())
             source.low_rank ? over(source.low_rank->rebuilt(tiles.tile())) : over(tiles.tile());
+    }
+
+    // The scores of pages whose keys are columns.
+    void read_columns(int64_t b, int64_t h, int64_t begin, int64_t end, int64_t row) const {
+        constexpr int W = Vector::width;
+        const T* keys = static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride;
+        const int32_t* table = a_.table + b * a_.table_stride;
+        for (int64_t at = begin, run; at < end; at += run) {
+            const int64_t entry = at / a_.page_size, place = at - entry * a_.page_size;
+            run = a_.page_size - place < end - at ? a_.page_size - place : end - at;
+            if (run > 2 * W) run = 2 * W;
+            const T* key = keys + table[entry] * a_.keys.page_stride + place;
+            int64_t g = 0;
+            for (; g + 4 <= G_; g += 4) columns<4>(key, run, row + g, at);
+            for (; g < G_; g++) columns<1>(key, run, row + g, at);
+        }
+    }
+
+    template <int H>
+    void columns(const T* key, int64_t run, int64_t row, int64_t at) const {
+        const auto score = run > Vector::width ? score_columns<T, H, 2> : score_columns<T, H, 1>;
+        score(plain_query_ + row * a_.D, a_.D, key, a_.keys.dim_stride, static_cast<int>(run),
+              a_.scoring.scale, raw_ + row * N_ + at, N_);
     }
 
     // Largest score and weight of a split without values; raw: [G][N].
@@ -242,6 +304,7 @@ class Attention {
     bool parallel_;
     int64_t *first_task_, *left_;  // of each list: its first split, splits not yet finished
     Query* query_;
+    float* plain_query_ = nullptr;  // for keys that are columns
     int64_t room_size_ = 0;
     float* room_ = nullptr;  // for low-rank keys, per thread
     float *part_, *total_, *raw_;  // total_: of each row, largest score and logarithm of the weight

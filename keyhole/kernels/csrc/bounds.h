@@ -1,5 +1,28 @@
 // Quest's summaries: the elementwise bounds of a page's keys, and the bound of a query's score.
 
+// Of the first `count` keys of a page, whose numbers are columns.
+template <class T>
+static void column_bounds(const T* keys, int64_t stride, int64_t count, int64_t D, T* low, T* high) {
+    constexpr int W = Vector::width;
+    for (int64_t d = 0; d < D; d += W) {
+        const int n = static_cast<int>(D - d < W ? D - d : W);
+        float lows[W], highs[W], some[W];
+        for (int i = 0; i < n; i++)
+            for (int64_t t = 0; t < count; t += W) {
+                const int m = static_cast<int>(count - t < W ? count - t : W);
+                store(some, load(keys + (d + i) * stride + t, m));
+                for (int j = 0; j < m; j++) {
+                    const float key = some[j];
+                    const bool first = t + j == 0, nan = key != key;  // NaN must propagate
+                    if (first || nan || key < lows[i]) lows[i] = key;
+                    if (first || nan || key > highs[i]) highs[i] = key;
+                }
+            }
+        store(low + d, load(lows, n), n);
+        store(high + d, load(highs, n), n);
+    }
+}
+
 template <class T>
 static void page_bounds(const PageBounds& a) {
     constexpr int W = Vector::width;
@@ -8,6 +31,9 @@ static void page_bounds(const PageBounds& a) {
         const T* keys = static_cast<const T*>(a.keys.data) + page * a.keys.page_stride +
                         h * a.keys.head_stride;
         const int64_t out = (page * a.Hkv + h) * a.D;
+        if (a.keys.dim_stride != 1)
+            return column_bounds(keys, a.keys.dim_stride, a.filled[i / a.Hkv], a.D,
+                                 static_cast<T*>(a.low) + out, static_cast<T*>(a.high) + out);
         for (int64_t d = 0; d < a.D; d += W) {
             const int n = static_cast<int>(a.D - d < W ? a.D - d : W);
             Vector low = load(keys + d, n), high = low;

@@ -33,6 +33,13 @@ Pages pages(Address data, const Strides& strides) {
     return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
 }
 
+// Keys, with a stride of the last dimension.
+using KeyStrides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+Pages pages(Address data, const KeyStrides& strides) {
+    return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
+            std::get<3>(strides)};
+}
+
 #if defined(KEYHOLE_X86)
 // clang 14 does not take "f16c" in __builtin_cpu_supports.
 bool has_f16c() {
@@ -70,8 +77,8 @@ void use(const std::string& name) {
 }
 
 void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
-            Address query, Address keys, Strides key_strides, Address values, Strides value_strides,
-            Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
+            Address query, Address keys, KeyStrides key_strides, Address values,
+            Strides value_strides, Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
             Address counts, std::tuple<int64_t, int64_t, int64_t> selection, int64_t window,
             float scale, float softcap, Address sinks,
             const std::vector<std::tuple<bool, int64_t, Address>>& requests,
@@ -138,7 +145,7 @@ void append_rows(int64_t itemsize, int64_t T, int64_t Hkv, int64_t D, int64_t pa
             at<int64_t>(slots)});
 }
 
-void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys, Strides strides,
+void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys, KeyStrides strides,
                  Address low, Address high, Address which, Address filled) {
     path->page_bounds({static_cast<DType>(dtype), n, Hkv, D, pages(keys, strides), at<void>(low),
                        at<void>(high), at<int64_t>(which), at<int64_t>(filled)});

@@ -193,9 +193,9 @@ def _part(
         if FLOAT32:
             q2 = q2.to(tl.float32)
 
-    high = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DV_PADDED], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
     for start in range(begin, end, TOKENS):
         i = start + tl.arange(0, TOKENS)
         known = i < end
@@ -230,12 +230,12 @@ def _part(
             tl.store(into, s, mask=is_row[:, None] & known[None])
         s = tl.where(known[None], s, float("-inf"))
 
-        higher = tl.maximum(high, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(high - base)
-        weight = weight * fade + tl.sum(p, 1)
-        high = higher
+        alpha = tl.exp2(m_i - base)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         if VALUES:
             if SHARED:  # MLA: the values are the first numbers of the keys, already loaded
                 v = k1
@@ -245,15 +245,15 @@ def _part(
                 v = tl.load(values[:, None] + dv[None], mask=v_mask, other=0.0)
                 if FLOAT32:
                     v = v.to(tl.float32)
-            mixed = mixed * fade[:, None]
-            mixed += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            acc = acc * alpha[:, None]
+            acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
     into = query_row * parts + part
-    tl.store(largest + into, high, mask=is_row)
-    tl.store(total + into, weight, mask=is_row)
+    tl.store(largest + into, m_i, mask=is_row)
+    tl.store(total + into, l_i, mask=is_row)
     if VALUES:
         mask = is_row[:, None] & (dv < DV)[None]
-        tl.store(out + into[:, None] * DV + dv[None], mixed, mask=mask)
+        tl.store(out + into[:, None] * DV + dv[None], acc, mask=mask)
 
 
 @triton.jit

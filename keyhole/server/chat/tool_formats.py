@@ -11,7 +11,7 @@ from keyhole.errors import UnknownNameError
 class ToolFormat:
     """A format of tool calls.
 
-    begin, end: around each call, or around all of them. arguments: the key beside "name".
+    begin, end: around each call, or around all of them. arguments: the key next to "name".
     is_list: the calls of a reply are one JSON list. is_named: a call is its name, "[ARGS]" and the
     """
 

@@ -60,17 +60,22 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def last_line(checkpoint: str, asked: str, *more: str) -> str:
-    """What a server says last that must not start."""
-    ended = subprocess.run(
+def ended(checkpoint: str, asked: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """A server that must not start, and what it said: it neither hangs nor ends with code 0."""
+    found = subprocess.run(
         command(checkpoint, asked, *more, "--port", str(free_port())),
         env=os.environ | SEVERAL,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert ended.returncode not in (0, None)
-    return ended.stderr.strip().splitlines()[-1]
+    assert found.returncode not in (0, None)
+    return found
+
+
+def last_line(checkpoint: str, asked: str, *more: str) -> str:
+    """What a server says last that must not start."""
+    return ended(checkpoint, asked, *more).stderr.strip().splitlines()[-1]
 
 
 def connector(place: Path) -> tuple[str, str]:
@@ -238,6 +243,31 @@ def test_a_model_that_a_policy_cannot_serve_ends_the_server_with_one_line(tmp_pa
     asked = '{"keyhole": {"policy": "delta", "token_budget": 64}}'
     more = ("--tensor-parallel-size", "2", "--max-model-len", "256")
     assert "latent attention (MLA)" in last_line(checkpoint, asked, *more)
+
+
+def test_what_only_the_layers_tell_is_said_by_every_rank(tmp_path: Path) -> None:
+    """ALiBi is known when the layers are there, in each worker; the server ends, and says why."""
+    fields = {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": 128,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": 272,
+        "seq_length": MAX_LENGTH,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    asked = '{"keyhole": {"policy": "streaming_llm", "token_budget": 64}}'
+    more = ("--load-format", "dummy", "--skip-tokenizer-init", "--tensor-parallel-size", "2")
+    found = ended(str(tmp_path), asked, *more)
+    why = "layer 0 has ALiBi: positions would be those within the selection"
+    line = f"ConfigError: policy 'streaming_llm' cannot run in vLLM: {why}"
+    said = [text for text in found.stdout.splitlines() if text.endswith(line)]
+    for rank in ("Worker_TP0", "Worker_TP1"):
+        assert any(rank in text for text in said), found.stdout[-3000:]
+    assert f"Worker failed with error 'policy 'streaming_llm' cannot run in vLLM: {why}'" in (
+        found.stderr
+    )
 
 
 def test_a_store_of_another_model_ends_the_server_with_one_line(tmp_path: Path) -> None:

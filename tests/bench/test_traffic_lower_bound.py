@@ -10,7 +10,7 @@ from benchmarks.paper import throughput
 from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.page import section
 from benchmarks.paper.settings import HEADLINES
-from benchmarks.paper.traffic_lower_bound import ideal, num_weights
+from benchmarks.paper.traffic_lower_bound import num_weights, traffic_bound
 from keyhole.bench.model import RESERVE_BYTES, make_weights
 from keyhole.bench.settings import DecodeSettings
 
@@ -31,12 +31,12 @@ def test_weights_and_requests_are_those_of_a_run() -> None:
     room = asked.memory - RESERVE_BYTES - 4 * num_weights("smoke")
     most = throughput.most_requests("full", model, asked, room)
     # A run keeps some pages for each request in reserve.
-    assert 1 <= most <= ideal(asked).requests <= most + most // 5 + 1
+    assert 1 <= most <= traffic_bound(asked).requests <= most + most // 5 + 1
 
 
 def test_the_gain_is_a_ratio_of_bytes() -> None:
     asked = small()
-    found = ideal(asked)
+    found = traffic_bound(asked)
     token, weights = 2 * 4 * 2 * 16 * 4, 4 * num_weights("smoke")  # a tied embedding is read
     dense = weights + found.requests * 144 * token
     sparse = weights + found.requests * (64 * token + 144 * 2 * 16 * 4)
@@ -46,7 +46,7 @@ def test_the_gain_is_a_ratio_of_bytes() -> None:
 def test_these_requests_fit_in_the_papers_settings() -> None:
     """As `throughput.most_requests` counted them from a model of that shape."""
     found = {
-        name: ideal(one.settings)
+        name: traffic_bound(one.settings)
         for name, one in HEADLINES.items()
         if isinstance(one.settings, ThroughputSettings)
     }

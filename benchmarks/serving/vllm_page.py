@@ -1,0 +1,69 @@
+"""The section "Speed" of docs/vllm.md, from the last stored line of `vllm_plugin`.
+
+python -m benchmarks.serving.vllm_page    # writes it, between two comments
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.speed_pages import stored
+from benchmarks.speed_pages.tables import command
+
+BEGIN = "<!-- speed: python -m benchmarks.serving.vllm_page -->\n"
+END = "<!-- end of speed -->"
+PAGE = ROOT / "docs/vllm.md"
+
+
+def section(line: dict[str, Any]) -> str:
+    """A table of step times and ratios, what was to be reached, and how it was measured."""
+    rows = [
+        "| prompt | batch | policy | keys read | vLLM alone | with the plugin | ratio | target |"
+    ]
+    rows.append("|--:|--:|---|--:|--:|--:|--:|---|")
+    bars = iter(line["bars"])
+    for result in line["results"]:
+        for one in result["policies"]:
+            bar = next(bars)
+            budget = one["settings"].get("token_budget")
+            policy = f"`{one['policy']}`" + ("" if budget is None else f", budget {budget:,}")
+            cells = [
+                f"{result['context']:,}",
+                result["batch"],
+                policy,
+                f"{one['attended_fraction']:.0%}",
+                f"{result['vllm_step_ms']:.0f} ms",
+                f"{one['step_ms']:.0f} ms",
+                f"{bar['value']:.2f}",
+                f"{bar['wanted']}, {'met' if bar['met'] else 'missed'}",
+            ]
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
+    kind = "with `torch.compile`" if settings["compile"] else "with `enforce_eager`"
+    note = f" Note: {line['note']}." if line["note"] else ""
+    about = (
+        f"Median time of a decode step, and tokens per second relative to vLLM alone (median of "
+        f"{settings['rounds']} rounds of\n{settings['steps']} steps; the two engines take turns). "
+        f"Shape of {settings['shape']} in bfloat16, {kind}; {machine['cpu']},\n{machine['cores']} "
+        f"cores, load average {machine['load_average']}; vLLM {versions['vllm']}, torch "
+        f"{versions['torch']}; {line['date'][:10]}, commit {line['commit']};\n"
+        f"`{shlex.join(command(line))}`.{note}"
+    )
+    return "\n".join(rows) + f"\n\n{about}\n"
+
+
+def inserted(text: str, speed: str) -> str:
+    """The page with this section between the two comments."""
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + speed + END + rest.split(END)[1]
+
+
+def main() -> None:
+    """Rewrites the section."""
+    PAGE.write_text(inserted(PAGE.read_text(), section(stored("vllm")[-1])))
+
+
+if __name__ == "__main__":
+    main()
