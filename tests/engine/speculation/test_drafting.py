@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import keyhole
 from keyhole import (
     LLM,
+    AsyncLLM,
     ConfigError,
     Delta,
     Full,
@@ -22,6 +24,8 @@ from keyhole import (
     StreamingLLM,
     UnknownNameError,
 )
+from keyhole.engine import model_runner
+from keyhole.engine.decode_inputs import DecodeInputs
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Result, Sequence
 from keyhole.eval.policy_trace import Traced
@@ -209,6 +213,31 @@ def test_the_prefix_cache_has_accepted_tokens_only(model: Model) -> None:
     assert_same(*again)
 
 
+def test_a_page_of_several_rows_is_listed_with_all_of_its_tokens(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads update the bounds of a page in any order: each must see the same tokens."""
+    made: list[DecodeInputs] = []
+    real = model_runner.inputs_of
+
+    def kept(*given: Any) -> DecodeInputs:
+        made.append(real(*given))
+        return made[-1]
+
+    wanted = served(make_engine(model, Full()))
+    monkeypatch.setattr(model_runner, "inputs_of", kept)
+    served(knowing(drafted(model, Full()), wanted))
+    shared = 0
+    for inputs in made:
+        written = inputs.written
+        for page in set(written["touched"].tolist()):
+            rows = written["touched"] == page
+            places = written["slots"][rows] - page * PAGE
+            assert set(written["filled"][rows].tolist()) == {int(places.max()) + 1}
+            shared += len(places) > 1
+    assert shared > 20
+
+
 def test_an_aborted_request_frees_the_pages_of_its_draft(model: Model) -> None:
     engine = drafted(model, Full(), prefix_cache=False)
     params = SamplingParams(max_tokens=60, **GREEDY)
@@ -321,6 +350,20 @@ def test_text_comes_in_pieces_of_accepted_tokens(checkpoint: Path) -> None:
     assert max(len(piece.token_ids) for piece in pieces) > 1
     assert all(len(piece.logprobs or ()) == len(piece.token_ids) for piece in pieces)
     assert len(pieces[-1].result.token_times) == 40
+
+
+def test_coroutines_get_the_text_without_a_draft(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
+    prompts = ["ab ab ab", "a river and a river"]
+    wanted = LLM(checkpoint, page_size=8).generate(prompts, params)
+
+    async def asked() -> list[Result]:
+        llm = AsyncLLM(LLM(checkpoint, page_size=8, draft="ngram"))
+        return await asyncio.gather(*(llm.generate(prompt, params) for prompt in prompts))
+
+    for one, other in zip(asyncio.run(asked()), wanted, strict=True):
+        assert (one.text, one.token_ids) == (other.text, other.token_ids)
+        assert one.stats.accepted_length is not None
 
 
 def test_a_grammar_holds(checkpoint: Path) -> None:
