@@ -86,6 +86,11 @@ def takes_columns(*tensors: Tensor) -> bool:
     return takes(*rows) and all(x.shape[2] <= _MAX_PAGE_SIZE for x in tensors if x.dim() == 4)
 
 
+def key_strides(pages: Tensor) -> tuple[int, ...]:
+    """Of pages, heads and tokens; also of the last dimension where keys are columns."""
+    return pages.stride()[:3] if pages.stride(3) == 1 else pages.stride()
+
+
 def address(tensor: Tensor | None) -> int:
     """The address of its data; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
@@ -147,7 +152,7 @@ def page_bounds(
         low.shape[1],
         low.shape[2],
         key_pages.data_ptr(),
-        key_pages.stride(),
+        key_strides(key_pages),
         low.data_ptr(),
         high.data_ptr(),
         pages.data_ptr(),

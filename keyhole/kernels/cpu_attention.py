@@ -141,7 +141,7 @@ def _attend(
         (num_rows, num_heads, num_kv_heads, dim, value_dim, page_size),
         query.data_ptr(),
         key_pages.data_ptr(),
-        key_pages.stride(),
+        cpu.key_strides(key_pages),
         value_pages.data_ptr(),
         value_pages.stride()[:3],
         page_table.data_ptr(),

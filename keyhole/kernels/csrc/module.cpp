@@ -33,11 +33,11 @@ Pages pages(Address data, const Strides& strides) {
     return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
 }
 
-// Keys, with a stride of the last dimension.
-using KeyStrides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+// Of keys: a fourth one, of the last dimension, where they are columns.
+using KeyStrides = std::vector<int64_t>;
 Pages pages(Address data, const KeyStrides& strides) {
-    return {at<void>(data), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
-            std::get<3>(strides)};
+    return {at<void>(data), strides.at(0), strides.at(1), strides.at(2),
+            strides.size() > 3 ? strides[3] : 1};
 }
 
 #if defined(KEYHOLE_X86)
@@ -77,7 +77,7 @@ void use(const std::string& name) {
 }
 
 void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
-            Address query, Address keys, KeyStrides key_strides, Address values,
+            Address query, Address keys, const KeyStrides& key_strides, Address values,
             Strides value_strides, Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
             Address counts, std::tuple<int64_t, int64_t, int64_t> selection, int64_t window,
             float scale, float softcap, Address sinks,
@@ -145,8 +145,8 @@ void append_rows(int64_t itemsize, int64_t T, int64_t Hkv, int64_t D, int64_t pa
             at<int64_t>(slots)});
 }
 
-void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys, KeyStrides strides,
-                 Address low, Address high, Address which, Address filled) {
+void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys,
+                 const KeyStrides& strides, Address low, Address high, Address which, Address filled) {
     path->page_bounds({static_cast<DType>(dtype), n, Hkv, D, pages(keys, strides), at<void>(low),
                        at<void>(high), at<int64_t>(which), at<int64_t>(filled)});
 }
