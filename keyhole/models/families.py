@@ -89,13 +89,14 @@ def check(config: Any, name: str) -> None:
         raise ModelError(
             f"model {name!r} ({family}) consists of several models; Keyhole runs models of text"
         )
-    if not attention_layers(config):
-        raise ModelError(
-            f"model {name!r} ({family}) has no layer of attention: its recurrent state has a fixed "
-            "size, and no keys to select"
-        )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)
+    if not attention_layers(config):
+        only = ", ".join(sorted(set(_kinds(config) or ())))
+        raise ModelError(
+            f"model {name!r} ({family}) has no layer of attention, only {only}: its recurrent "
+            "state has a fixed size, and no keys to select"
+        )
 
 
 def _check_sizes(config: Any, name: str) -> None:
