@@ -80,6 +80,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: 1.7e-4 was measured, below the gate's own tolerance; every other family stays under 1e-4.
+_LARGER_ERRORS = {"bailing_hybrid": 2e-4}
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", EXACT)
 def test_it_is_exact(family: str) -> None:
@@ -87,7 +91,7 @@ def test_it_is_exact(family: str) -> None:
     found = measure(config)
     assert found.exact, found.reason
     assert found.error is not None
-    assert found.error < (2e-4 if families.recurrent_layers(config) else 1e-4)
+    assert found.error < _LARGER_ERRORS.get(family, 1e-4)
 
 
 @pytest.mark.one_in(4)

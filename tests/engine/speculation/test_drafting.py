@@ -151,6 +151,7 @@ def test_a_seed_gives_the_tokens_that_it_gives_without_a_draft(
     assert_drafted(found)
     for one, other in zip(found, wanted, strict=True):
         for here, there in zip(one.logprobs, other.logprobs, strict=True):
+            # Steps with drafts have other batch sizes, so products round differently in float32.
             assert here == pytest.approx(there, abs=1e-4)
 
 
@@ -367,7 +368,7 @@ def test_coroutines_get_the_text_without_a_draft(checkpoint: Path) -> None:
 
 
 def test_a_grammar_holds(checkpoint: Path) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="grammars need an extra, keyhole[serve]")
     lark = 'start: "ab" ("ab" | "ba")~8 "c"'
     plain, llm = (LLM(checkpoint, page_size=8, draft=draft) for draft in (None, "ngram"))
     for seed in range(3):
