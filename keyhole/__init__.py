@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from keyhole.policies.clusterkv import ClusterKV
     from keyhole.policies.controls import Full, SlidingWindow
     from keyhole.policies.delta import Delta
+    from keyhole.policies.evicting.r_kv import RKV
+    from keyhole.policies.evicting.raas import RaaS
+    from keyhole.policies.evicting.snapkv import SnapKV
     from keyhole.policies.infllm import InfLLM
     from keyhole.policies.omnikv import OmniKV
     from keyhole.policies.quest import Quest
-    from keyhole.policies.raas import RaaS
     from keyhole.policies.shadowkv import ShadowKV
     from keyhole.policies.spe_context import SpeContext
     from keyhole.policies.streaming_llm import StreamingLLM
@@ -75,7 +77,9 @@ _PLACES = {
     "TidalDecode": "keyhole.policies.tidal_decode",
     "OmniKV": "keyhole.policies.omnikv",
     "InfLLM": "keyhole.policies.infllm",
-    "RaaS": "keyhole.policies.raas",
+    "RaaS": "keyhole.policies.evicting.raas",
+    "RKV": "keyhole.policies.evicting.r_kv",
+    "SnapKV": "keyhole.policies.evicting.snapkv",
     "ClusterKV": "keyhole.policies.clusterkv",
     "ShadowKV": "keyhole.policies.shadowkv",
     "Reuse": "keyhole.reuse.base",
@@ -98,6 +102,7 @@ _PLACES = {
 
 __all__ = [
     "LLM",
+    "RKV",
     "AsyncLLM",
     "CacheBlend",
     "CapacityError",
@@ -127,6 +132,7 @@ __all__ = [
     "SamplingParams",
     "ShadowKV",
     "SlidingWindow",
+    "SnapKV",
     "SparseRun",
     "SparseStats",
     "SpeContext",

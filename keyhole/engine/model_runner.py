@@ -369,7 +369,7 @@ class Runner:
             rows, listed = slice(row, row + count), self._send(_join([pages]))
             if sequence.kept is None:
                 known = int(sequence.repeated == start)
-                chunks.append(Chunk(rows, start, listed, known, sequence.first))
+                chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
             else:
                 chunks.append(self._scattered(sequence.kept, rows, place, listed))
             row += count
@@ -389,6 +389,7 @@ class Runner:
             prefetcher=self._prefetcher,
             keeper=self._keeper,
             recurrent=self._recurrent_step(plan),
+            state=self._state.tensors,
         )
 
     def _recurrent_step(self, plan: SchedulerOutput) -> RecurrentStep | None:

@@ -41,6 +41,12 @@ operation, so that a policy, its settings and `--help` need no torch.
     renew_stamps     record which pages received attention in this step
     drop_oldest      the page that has gone longest without attention
     with_newer       a selection, and the tokens since
+    keep_queries     store the queries of new tokens; last_queries returns them
+    last_queries     the last queries of a sequence
+    observed_attention the attention that tokens of a prompt receive from its last ones
+    most_observed    the last tokens, and those of highest score
+    redundancy_scores  the importance of tokens less their likeness to others
+    read_kept        the kept tokens of a prompt, and generated ones
     shift_rope       shift rotated keys and queries to other positions
     load_missing     copy the selected tokens or pages that a buffer lacks into it
     apply_rope       apply RoPE to queries and keys of new tokens
@@ -77,9 +83,15 @@ if TYPE_CHECKING:
         form_clusters,
         head_scores_chosen,
         keep,
+        keep_queries,
         kept,
+        last_queries,
+        most_observed,
+        observed_attention,
         outlier_chunks,
         prompt_scores,
+        read_kept,
+        redundancy_scores,
         renew_stamps,
         represent_blocks,
         with_newer,
@@ -136,14 +148,20 @@ __all__ = [
     "head_scores",
     "head_scores_chosen",
     "keep",
+    "keep_queries",
     "kept",
+    "last_queries",
     "linear",
     "load_missing",
+    "most_observed",
+    "observed_attention",
     "outlier_chunks",
     "page_bounds",
     "prefill",
     "prompt_scores",
+    "read_kept",
     "recent_indices",
+    "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
     "shift_rope",

@@ -129,7 +129,9 @@ def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> N
     for chunk in batch.chunks:
         assert isinstance(chunk, Chunk), "a policy that reads queries has no stored documents"
         where = (batch.cache.keys[layer], batch.cache.data[layer], chunk.pages)
-        shown = PromptQueries(query[chunk.rows], *where, chunk.start, chunk.first)
+        shown = PromptQueries(
+            query[chunk.rows], *where, chunk.start, chunk.first, chunk.slot, batch.state
+        )
         batch.policy.on_prompt_queries(layer, shown, options)
 
 

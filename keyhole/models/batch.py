@@ -5,7 +5,7 @@ Row layout: first one token of each decoding sequence, then the prompt chunks on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,7 +21,8 @@ class Chunk:
     """Prompt tokens `start` .. of one sequence, at rows `rows` of the packed row.
 
     known: how many of the first ones already have all their side data (0 or 1). first: tokens from
-    here on are computed for this sequence; earlier ones come from a cached prefix.
+    here on are computed for this sequence; earlier ones come from a cached prefix. slot: the row of
+    the sequence in the policy's data per sequence (`Batch.state`).
     """
 
     rows: slice
@@ -29,6 +30,7 @@ class Chunk:
     pages: Tensor  # int64 [M], all pages of the sequence up to the chunk's end
     known: int = 0
     first: int = 0
+    slot: int = 0
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Batch:
     observer: receives the queries of every layer. last_layer: where the forward pass may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     recurrent: the states of the step's sequences; None for a model without recurrent layers.
+    state: the policy's data per sequence, by name; empty where nothing of it is used.
     """
 
     cache: PageCache
@@ -105,6 +108,7 @@ class Batch:
     observer: Observer | None = None
     last_layer: int | None = None
     recurrent: RecurrentStep | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

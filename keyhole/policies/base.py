@@ -131,6 +131,7 @@ class PromptQueries:
     pages: int64 [M], the pages of the sequence up to the last of these tokens.
     first: tokens from here on are computed for this sequence; earlier ones come from a cached
     prefix.
+    slot: the row of the sequence in `state`, the policy's data per sequence.
     """
 
     query: Tensor
@@ -139,6 +140,8 @@ class PromptQueries:
     pages: Tensor
     start: int
     first: int
+    slot: int
+    state: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

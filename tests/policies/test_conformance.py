@@ -40,7 +40,11 @@ BUDGETED = [name for name, cls in POLICIES.items() if "token_budget" in cls.__da
 EVICTING = [name for name, cls in POLICIES.items() if cls.page_limit is not Policy.page_limit]
 VOCAB = 64
 #: The settings under test, for every policy that has a setting of that name.
-SMALL: dict[str, Any] = {"token_budget": 3 * PAGE, "prompt_in_budget": True}
+SMALL: dict[str, Any] = {
+    "token_budget": 3 * PAGE,
+    "prompt_in_budget": True,
+    "generated_in_budget": True,
+}
 LARGE = {"token_budget": 64}
 
 LAYERS = 6

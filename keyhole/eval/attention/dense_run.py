@@ -230,7 +230,11 @@ class Candidates(Policy):
         """Passes the queries to every policy that reads them."""
         for number, one in enumerate(self.policies):
             if one.reads_queries:
-                own = dataclasses.replace(queries, data=_own(number, queries.data))
+                own = dataclasses.replace(
+                    queries,
+                    data=_own(number, queries.data),
+                    state=_own(number, queries.state),
+                )
                 one.on_prompt_queries(layer, own, options)
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:

@@ -22,6 +22,14 @@ from keyhole.kernels.composed.low_rank import (
     decompose,
     outlier_chunks,
 )
+from keyhole.kernels.composed.observation import (
+    keep_queries,
+    last_queries,
+    most_observed,
+    observed_attention,
+    read_kept,
+    redundancy_scores,
+)
 from keyhole.kernels.composed.rotation import Rotation
 from keyhole.kernels.composed.selections import (
     attend_and_score_chosen,
@@ -56,9 +64,15 @@ __all__ = [
     "form_clusters",
     "head_scores_chosen",
     "keep",
+    "keep_queries",
     "kept",
+    "last_queries",
+    "most_observed",
+    "observed_attention",
     "outlier_chunks",
     "prompt_scores",
+    "read_kept",
+    "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
     "with_newer",

@@ -44,19 +44,18 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-import numpy as np
-
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, is_number, require, setting
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.config import is_number, require, setting
+from keyhole.policies.base import ScoreRequest, Selection, Step
+from keyhole.policies.evicting.page_budget import PageBudget
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaaS(Policy):
+class RaaS(PageBudget):
     """The prompt, and the generated pages that a head attended to last; others are evicted."""
 
     name: ClassVar[str] = "raas"
@@ -64,41 +63,18 @@ class RaaS(Policy):
     speculative: ClassVar[bool | str] = (
         "it evicts pages by what every token reads, rejected tokens as well"
     )
-    token_budget: int = setting(1024, "tokens kept of what is generated, in whole pages")
-    prompt_in_budget: bool = setting(False, "count the prompt in token_budget, too")
     alpha: float = setting(1e-4, "attention weight above which a token renews its page")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and that alpha is a share of attention."""
-        size = geometry.page_size
-        right = f"at least one page of {size} tokens"
-        require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
+        self.require_page(geometry.page_size)
         good = is_number(self.alpha) and 0 <= self.alpha < 1
         require(good, "alpha", self.alpha, "a number from 0 to below 1")
         return self
 
-    def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """None: eviction removes a page from all layers at once, so that no layer stays dense."""
-        return ()
-
-    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """None: every layer reads all retained pages."""
-        return ()
-
-    def outside_budget(self) -> str:
-        """The prompt, unless it is counted."""
-        return "" if self.prompt_in_budget else "the prompt"
-
-    def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray:
-        """The prompt and the budget; one page more where a counted prompt fills the budget."""
-        most: np.ndarray = prompt_pages + self.token_budget // page_size
-        if self.prompt_in_budget:
-            most = np.maximum(prompt_pages + 1, self.token_budget // page_size)
-        return most
-
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """Stamps of the retained generated pages: the length at which each was renewed."""
-        return {"stamp": (max(2, self.token_budget // geometry.page_size),)}
+        return {"stamp": (self.most_generated(geometry.page_size),)}
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether there is a page to score, and whether any sequence evicts one."""
