@@ -319,7 +319,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 #: What may propose tokens.
-DRAFTS = ("ngram",)
+DRAFTS = ("ngram", "eagle3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,15 +343,28 @@ class EngineConfig:
     graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
     draft: str | None = setting(
-        None, "propose tokens, checked together in one step: ngram copies earlier text; None: no"
+        None,
+        "propose tokens, checked together in one step: ngram copies earlier text, eagle3 runs the "
+        "draft model beside the weights, eagle3:FOLDER another; None: no",
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a draft model proposes tokens."""
+        return self.draft is not None and self.draft.startswith("eagle3")
+
+    @property
+    def draft_folder(self) -> str | None:
+        """The draft model's folder or hub id; None: the one beside the weights."""
+        return (self.draft or "").partition(":")[2] or None
 
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
-        if self.draft is not None and self.draft not in DRAFTS:
-            raise UnknownNameError("draft", self.draft, DRAFTS)
+        name, colon, _ = (self.draft or DRAFTS[0]).partition(":")
+        if name not in DRAFTS or (colon and not self.drafts_by_model):
+            raise UnknownNameError("draft", str(self.draft), DRAFTS)
         if self.draft is not None and self.offload is not None:
             raise ConfigError(
                 f"draft {self.draft!r} cannot be used with offload=: the buffers of offloaded "

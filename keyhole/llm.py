@@ -75,7 +75,9 @@ class LLM:
         graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
         max_length: Most tokens of a sequence; by default the model's limit.
         draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
-            tokens where they occurred before), or None. Results do not change.
+            tokens where they occurred before), "eagle3" (the draft model beside the weights),
+            "eagle3:FOLDER" (another one), or None. Results do not change, except under SpeContext
+            with a draft model, which then chooses once for the tokens that a step checks.
         num_draft_tokens: Most proposed tokens of a request in a step.
         documents: Where stored documents are: a folder, or a URL that fsspec supports; by default
             in the user's cache folder.

@@ -30,6 +30,7 @@ from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import Model
 from keyhole.planner import MemoryPlan
 from keyhole.policies.base import Policy
+from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.head import RetrievalHead
 
 # Share of the free memory that the KV cache may use when no limit is given. The rest is left for
@@ -48,20 +49,22 @@ def allocate(
     *,
     num_rows: int,
     reserved: int = 0,
+    draft: DraftModel | None = None,
 ) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache and, with `config.offload`, its layer offloader.
 
     num_rows: sequences that have buffers for offloaded layers. reserved: bytes of the cache's
-    memory that something else takes.
+    memory that something else takes. draft: the model whose head this is, if it proposes tokens.
     ConfigError if not a page fits, or if the policy has no layers that may move.
     """
-    data = page_data(geometry, policy, None if head is None else head.config)
+    config_of_head = None if head is None else head.config
+    data = page_data(geometry, policy, config_of_head, drafts=draft is not None)
     page_bytes, plan = bytes_per_page(geometry, data), None
     if config.offload is not None or config.total_memory is not None:
         memory = memory_of(
             geometry,
             policy,
-            model_size(model, head),
+            model_size(model, head if draft is None else draft),
             data,
             layers=() if config.offload is None else movable(geometry, policy),
             requests=num_rows,

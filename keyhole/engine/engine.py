@@ -34,6 +34,7 @@ from keyhole.engine.request import (
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, DraftCounters, Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
 from keyhole.errors import (
@@ -85,6 +86,10 @@ class Engine:
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if copies is not None and config.offload is not None:
             raise ConfigError("copies of prompts go to engines without offload=; leave one out")
+        draft = load_draft(config.draft_folder, model) if config.drafts_by_model else None
+        if draft is not None:
+            # Steps of a draft model are launched one by one, and its data stay with this engine.
+            config, copies, head = replace(config, graphs=False), None, draft.head
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
         self.recurrent = recurrent_layers.new_state(model.network, config.max_batch)
@@ -102,6 +107,7 @@ class Engine:
                 head,
                 num_rows=rows,
                 reserved=0 if self.recurrent is None else self.recurrent.nbytes,
+                draft=draft,
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
@@ -114,18 +120,21 @@ class Engine:
             known=self._known,
             pace=self.pace,
         )
-        self.drafting: Drafting | None = None
-        if config.draft is not None:
-            require_exact(self.policy, self.geometry, head)
-            self.drafting = Drafting(config, self.scheduler, self.max_length)
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
         self.head_runner: HeadRunner | None = None
+        draft_runner: DraftRunner | None = None
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
         if head is not None:
             model.watch(head.config.feature_layers)
-            self.head_runner = HeadRunner(head, self.cache, choice_lists(self.geometry))
+            place = (self.cache, choice_lists(self.geometry))
+            draft_runner = None if draft is None else DraftRunner(draft, *place, config)
+            self.head_runner = draft_runner or HeadRunner(head, *place)
+        self.drafting: Drafting | None = None
+        if config.draft is not None:
+            require_exact(self.policy, self.geometry, head, config)
+            self.drafting = Drafting(config, self.scheduler, self.max_length, draft_runner)
         self._records = recorder is not None
         self._runner = self._make_runner(self._own, recorder)
         # The engine's own first, then those of requests, in order of last use.
@@ -149,8 +158,9 @@ class Engine:
         """Why decode steps are not CUDA graphs; None if they are."""
         if not self.config.graphs:
             return "graphs=False"
-        if self.policy.capturable is not True:
-            return str(self.policy.capturable)
+        if self.config.drafts_by_model or self.policy.capturable is not True:
+            by_draft = self.config.drafts_by_model
+            return "a draft model proposes tokens" if by_draft else str(self.policy.capturable)
         if self.recurrent is not None:
             return "the model has layers with a recurrent state"
         recorded = self._runner._recorded
@@ -174,7 +184,7 @@ class Engine:
                 return known
         if self.drafting is not None:
             head = None if self.head_runner is None else self.head_runner.head
-            require_exact(made, self.geometry, head)
+            require_exact(made, self.geometry, head, self.config)
         return beside(
             made,
             self.policy,
@@ -253,6 +263,11 @@ class Engine:
             caller=caller,
             drafts=None if self.drafting is None else DraftCounters(),
         )
+        if context is not None and self.config.drafts_by_model:
+            raise ConfigError(
+                "draft='eagle3' cannot be used with stored documents, which have no keys and "
+                "values of the draft; leave one of them out"
+            )
         if context is not None:
             self._document_prefill(under).check(context)
         stored = context is not None
@@ -370,6 +385,8 @@ class Engine:
             if not sequence.is_finished:
                 self.scheduler.release_rejected(sequence)
                 runner.cut(sequence)
+                if self.drafting is not None:
+                    self.drafting.cut(sequence)
         return advanced
 
     def _forward(

@@ -44,11 +44,15 @@ class HeadRunner:
         return head_fingerprint(self.head) if self.head.config.uses_features else None
 
     @staticmethod
-    def page_data(config: HeadConfig, page_size: int) -> dict[str, tuple[int, ...]]:
-        """The head's data per page: shapes by name."""
+    def page_data(
+        config: HeadConfig, page_size: int, *, drafts: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """The head's data per page: shapes by name. drafts: with a draft model's values."""
         data: dict[str, tuple[int, ...]] = {
             "head_keys": (config.num_kv_heads, page_size, config.head_dim)
         }
+        if drafts:
+            data["draft_values"] = data["head_keys"]
         if config.feature_layers:
             data["head_features"] = (config.hidden_size,)
         return data
@@ -96,8 +100,11 @@ class HeadRunner:
         kernels.append(keys, None, key.to(keys.dtype), None, slots)
 
     @torch.no_grad()
-    def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """Writes the keys of prompt tokens, and stores features for the tokens after them."""
+    def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor | None:
+        """Writes the keys of prompt tokens, and stores features for the tokens after them.
+
+        Returns the features of all tokens, as `fuse`.
+        """
         fused = self.fuse(batch)
         for chunk in batch.chunks:
             # What stands before a token that is known is not: its page holds its own features.
@@ -108,6 +115,7 @@ class HeadRunner:
             features = self._cache.common["head_features"]
             pages = batch.slots[batch.newest] // self._cache.page_size
             features[pages] = fused[batch.newest].to(features.dtype)
+        return fused
 
     def _before(self, fused: Tensor, chunk: Chunk | ScatteredChunk) -> Tensor:
         """The features of the preceding token, for each token of a chunk that is not cached."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from keyhole.cache.layout import Geometry, ModelSize, memory_model
 from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
@@ -16,23 +18,32 @@ from keyhole.models.loading import Model
 from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.config import HeadConfig
-from keyhole.retrieval.head import RetrievalHead
 
 #: Shapes per page by name: of one layer, or of the retrieval head.
 PageData = Mapping[str, tuple[int, ...]]
 
 
-def page_data(geometry: Geometry, policy: Policy, head: HeadConfig | None) -> list[PageData]:
-    """The side data of a page: the policy's for each layer, then the head's."""
+def page_data(
+    geometry: Geometry, policy: Policy, head: HeadConfig | None, *, drafts: bool = False
+) -> list[PageData]:
+    """The side data of a page: the policy's for each layer, then the head's.
+
+    drafts: whether the head is a draft model's, which has values, too.
+    """
     data: list[PageData] = [
         {} if layout.window is not None else policy.page_data(layout, geometry.page_size)
         for layout in geometry.layers
     ]
-    return [*data, {} if head is None else HeadRunner.page_data(head, geometry.page_size)]
+    if head is None:
+        return [*data, {}]
+    return [*data, HeadRunner.page_data(head, geometry.page_size, drafts=drafts)]
 
 
-def model_size(model: Model, head: RetrievalHead | None) -> ModelSize:
-    """The size of a loaded model; tied weights and stored buffers count once."""
+def model_size(model: Model, head: nn.Module | None) -> ModelSize:
+    """The size of a loaded model; tied weights and stored buffers count once.
+
+    head: its retrieval head, or a whole draft model.
+    """
     stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
     own = [] if head is None else head.parameters()
     return ModelSize(

@@ -472,6 +472,7 @@ class Runner:
                 prompts=tensors["prompts"],
                 host_prompts=inputs.prompts,
                 slots=tensors["state_rows"],
+                host_slots=inputs.sent["state_rows"],
                 state=self._state.tensors,
             ),
             cache=CachedLayers(self._cache.keys, self._cache.data, self._rotation),

@@ -247,7 +247,10 @@ class Scheduler:
         if sequence.exact:
             dense = sequence.under.policy.dense
             exact = sequence.num_computed if dense else len(sequence.prompt)
-        computed, pages = sequence.tokens[: sequence.num_computed], sequence.pages
+        count = sequence.num_computed
+        if sequence.num_settled is not None:
+            count = min(count, sequence.num_settled)
+        computed, pages = sequence.tokens[:count], sequence.pages
         if NO_PAGE in pages:  # pages after an evicted one cannot be a prefix
             pages = pages[: pages.index(NO_PAGE)]
         under = sequence.under

@@ -162,6 +162,7 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     trace: ReadTrace | None = field(init=False)
     drafts: DraftCounters | None = None
+    num_settled: int | None = None
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
     begun: float | None = None

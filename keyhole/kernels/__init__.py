@@ -41,6 +41,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     renew_stamps     record which pages received attention in this step
     drop_oldest      the page that has gone longest without attention
     with_newer       a selection, and the tokens since
+    share_choice     the same for rows of one sequence, by the choice for the first of them
     keep_queries     store the queries of new tokens; last_queries returns them
     last_queries     the last queries of a sequence
     observed_attention the attention that tokens of a prompt receive from its last ones
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
         redundancy_scores,
         renew_stamps,
         represent_blocks,
+        share_choice,
         with_newer,
     )
     from keyhole.kernels.operations import (
@@ -171,6 +173,7 @@ __all__ = [
     "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
+    "share_choice",
     "shift_rope",
     "sparse_prefill",
     "spread_scores",

@@ -53,6 +53,8 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
+#: The folder of its EAGLE-3 draft, a whole one that proposes tokens.
+DRAFT_FOLDER = "keyhole-draft"
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
@@ -71,7 +73,8 @@ class Model:
 
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
     length_reason: the reason for that limit. calibration, head, stability: files beside the weights
-    for DELTA, SpeContext and SamKV. weights: the format that they were packed in while loading.
+    for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
+    they were packed in while loading.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Model:
     calibration: Path | None = None
     head: Path | None = None
     stability: Path | None = None
+    draft: Path | None = None
     weights: str | None = None
     watched: dict[int, Any] = field(default_factory=dict)
 
@@ -358,6 +362,7 @@ def _model(
         calibration=calibration if calibration.is_file() else None,
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
         stability=stability if stability.is_file() else None,
+        draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,
     )
 

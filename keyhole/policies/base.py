@@ -52,7 +52,7 @@ class SequenceRows:
     host_lengths: int64 [B], `Step.lengths` on the host. fresh: bool [B], sequences in their first
     decode step since they began to run. prompts: int32 [B], tokens before that step; host_prompts:
     int64 [B], the same on the host. slots: int64 [B], the rows of the sequences in `state`, the
-    policy's data per sequence.
+    policy's data per sequence; host_slots: the same on the host.
     """
 
     host_lengths: np.ndarray
@@ -60,6 +60,7 @@ class SequenceRows:
     prompts: Tensor
     host_prompts: np.ndarray
     slots: Tensor
+    host_slots: np.ndarray
     state: Mapping[str, Tensor]
 
 
@@ -78,15 +79,30 @@ class CachedLayers:
 
 
 @dataclass(frozen=True, eq=False)
+class ChoiceBlocks:
+    """The rows of each sequence that share one choice: its newest token and the proposed ones.
+
+    leads: int64 [S], the row of each sequence's newest token. block: int64 [B], which of these
+    sequences a row belongs to. most: the most proposed tokens of a sequence.
+    """
+
+    leads: Tensor
+    block: Tensor
+    most: int
+
+
+@dataclass(frozen=True, eq=False)
 class HeadWeights:
     """The weights of a retrieval head in this step.
 
     weights: computes them for all tokens, float32 [B, heads, N], -1 for tokens that no layer has.
-    token_bytes: bytes of the head's keys per token.
+    token_bytes: bytes of the head's keys per token. blocks: with a draft model, whose weights
+    [S, heads, N] are those of each sequence's newest token; None: every row has its own.
     """
 
     weights: Callable[[], Tensor]
     token_bytes: int
+    blocks: ChoiceBlocks | None = None
 
 
 @dataclass
@@ -239,6 +255,12 @@ class Policy:
     def selection_heads(self, geometry: Geometry) -> int | None:
         """The number of lists of a selection, if it may exceed the KV heads (MLA); else None."""
         return None
+
+    def check_draft(self, most: int) -> None:
+        """ConfigError if rows of up to `most` proposed tokens cannot share the choice of one row.
+
+        Called at start for a policy that selects by a retrieval head which is a draft model.
+        """
 
     def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
         """The most pages that sequences may keep, prompts included; None: unlimited.

@@ -222,11 +222,20 @@ class RetrievalHead(nn.Module):
 
     def project(self, token_ids: Tensor, fused: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result of `forward` before rotation, independent of positions."""
+        return self.from_inputs(self.inputs(token_ids, fused))
+
+    def inputs(self, token_ids: Tensor, fused: Tensor | None) -> Tensor:
+        """What the projections read, [T, input_size]: the normed embedding and features."""
         assert (fused is not None) == self.config.uses_features
-        dtype, D = self.q.weight.dtype, self.config.head_dim
-        x = self.embed_norm(F.embedding(token_ids, self.embedding).to(dtype))
+        dtype = self.q.weight.dtype
+        x: Tensor = self.embed_norm(F.embedding(token_ids, self.embedding).to(dtype))
         if fused is not None:
             x = torch.cat((x, self.feature_norm(fused.to(dtype))), -1)
+        return x
+
+    def from_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key of `inputs`, before rotation."""
+        D = self.config.head_dim
         query, key = self.q(x).unflatten(-1, (-1, D)), self.k(x).unflatten(-1, (-1, D))
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -7,9 +7,9 @@ of a token, fused hidden states of the target at the previous position). A head 
 its queries and keys. Tensors are called `midlayer.*` in the authors' layout and `layers.0.*` in
 that of the speculators library, whose config holds the layer's in `transformer_layer_config`.
 
-`d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and `norm_output` do
-not affect the layer's queries and keys, and are not read. Of a draft with several layers, the first
-is kept: the only one that sees embeddings.
+Values, the MLP, `d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and
+`norm_output` do not affect the layer's queries and keys; `draft_files` reads them. Of a draft with
+several layers, the first is kept: the only one that sees embeddings.
 """
 
 from __future__ import annotations
@@ -118,6 +118,25 @@ class HeadCheckpoint:
         """The tensor `key` on the CPU; ModelError unless it exists, with this shape and a float
         dtype.
         """
+        found = self._found(key, shape)
+        if not found.is_floating_point():
+            raise ModelError(
+                f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}; quantised "
+                "weights cannot be read"
+            )
+        return found
+
+    def integers(self, key: str, *shape: int) -> Tensor:
+        """The same for a tensor of integers, as int64."""
+        found = self._found(key, shape)
+        if found.is_floating_point() or found.dtype == torch.bool:
+            raise ModelError(
+                f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}, it must have "
+                "integers"
+            )
+        return found.long()
+
+    def _found(self, key: str, shape: tuple[int, ...]) -> Tensor:
         right = f"{key} {list(shape)}"
         if key not in self.shapes:
             raise ModelError(f"checkpoint {self.name!r} has no tensor {right}")
@@ -127,15 +146,9 @@ class HeadCheckpoint:
                 f"it must be {right}"
             )
         try:
-            found = self._read[key]()
+            return self._read[key]()
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _unreadable(self.name, error) from error
-        if not found.is_floating_point():
-            raise ModelError(
-                f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}; quantised "
-                "weights cannot be read"
-            )
-        return found
 
 
 _Parts = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
@@ -208,7 +221,7 @@ def head_config(
     its sliding window where it has one. Layers are numbered as vLLM and speculators do: i is the
     input of layer i.
     """
-    fields = _flat(draft.config)
+    fields = flat(draft.config)
     hidden, heads = (
         _count(draft, fields, "hidden_size"),
         _count(draft, fields, "num_attention_heads"),
@@ -234,8 +247,10 @@ def head_config(
             rms_norm_eps=fields.get("rms_norm_eps", 1e-6),  # transformers' default for Llama
             trained_length=trained,
             rope_factor=max(1.0, (max_length or 0) / trained),
-            bias=_has(draft, fields, "attention_bias", _layer(draft) + "self_attn.q_proj.bias"),
-            qk_norm=_layer(draft) + "self_attn.q_norm.weight" in draft.shapes,
+            bias=_has(
+                draft, fields, "attention_bias", layer_prefix(draft) + "self_attn.q_proj.bias"
+            ),
+            qk_norm=layer_prefix(draft) + "self_attn.q_norm.weight" in draft.shapes,
             input_norm=bool(layers) and _has(draft, fields, "norm_before_fc", "input_norm.weight"),
             feature_norms=bool(layers) and _has(draft, fields, "fc_norm", "fc_norm.0.weight"),
             own_embedding=_EMBEDDING in draft.shapes,
@@ -252,7 +267,7 @@ def head_config(
 
 def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:
     """The tensors of the head under its own parameter names; ModelError names a missing one."""
-    H, D, layer = config.hidden_size, config.head_dim, _layer(draft)
+    H, D, layer = config.hidden_size, config.head_dim, layer_prefix(draft)
     kept = {"embed_norm.weight": draft.tensor(layer + "input_layernorm.weight", H)}
     for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         projection = f"{layer}self_attn.{name}_proj."
@@ -289,7 +304,7 @@ def dropped_share(shapes: Mapping[str, tuple[int, ...]], head: nn.Module) -> flo
     return 1 - sum(p.numel() for p in head.parameters()) / total
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def flat(config: dict[str, Any]) -> dict[str, Any]:
     """The config flattened: fields of the layer and of `eagle_config` on the top level."""
     inner = config.get("transformer_layer_config"), config.get("eagle_config")
     for part in inner:
@@ -297,7 +312,8 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _layer(draft: HeadCheckpoint) -> str:
+def layer_prefix(draft: HeadCheckpoint) -> str:
+    """What the names of the layer's tensors begin with, in the layout of this draft."""
     original = any(name.startswith("midlayer.") for name in draft.shapes)
     return "midlayer." if original else "layers.0."
 

@@ -17,6 +17,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Sequence
+from keyhole.engine.speculation.draft_runner import DraftRunner
 from keyhole.engine.speculation.prompt_lookup import PromptLookup
 from keyhole.errors import ConfigError
 from keyhole.policies.base import Policy
@@ -24,37 +25,59 @@ from keyhole.retrieval.head import RetrievalHead
 
 
 class Proposer(Protocol):
-    """What proposes tokens."""
+    """What proposes tokens from a sequence's own."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """At most `most` (at least 1) tokens to follow those of the sequence; none: no idea."""
         ...
 
 
-def make_proposer(name: str) -> Proposer:
-    """The proposer of this name, which `EngineConfig` has checked."""
-    assert name == "ngram", name
-    return PromptLookup()
-
-
 class Drafting:
-    """Fills in `SchedulerOutput.drafts`."""
+    """Fills in `SchedulerOutput.drafts`.
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, max_length: int) -> None:
-        assert config.draft is not None
-        self._proposer = make_proposer(config.draft)
+    model: a draft model that proposes; None: prompt look-up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        max_length: int,
+        model: DraftRunner | None = None,
+    ) -> None:
+        self._proposer: Proposer = PromptLookup()
+        self._model = model
         self._most = config.num_draft_tokens
         self._max_length = max_length
         self._scheduler = scheduler
 
     def propose(self, plan: SchedulerOutput) -> None:
         """Adds to a step proposed tokens for its decoding sequences, and allocates their pages."""
+        if self._model is not None:
+            if plan.decodes:
+                self._propose_by(self._model, plan)
+            return
         for sequence in plan.decodes:
             most = self._wanted(sequence)
             tokens = self._proposer.propose(sequence, most) if most > 0 else []
             count = self._scheduler.reserve_draft(sequence, len(tokens)) if tokens else 0
             if count:
                 plan.drafts[sequence] = tokens[:count]
+
+    def cut(self, sequence: Sequence) -> None:
+        """The last pages of a sequence's list were removed. Between steps."""
+        if self._model is not None:
+            self._model.cut(sequence)
+
+    def _propose_by(self, model: DraftRunner, plan: SchedulerOutput) -> None:
+        """The same by a draft model, which stores what it computes in the pages."""
+        wanted = {}
+        for sequence in plan.decodes:
+            most = self._wanted(sequence)
+            count = self._scheduler.reserve_draft(sequence, most) if most > 0 else 0
+            if count > 0:
+                wanted[sequence] = count
+        plan.drafts |= model.propose(plan.decodes, wanted)
 
     def _wanted(self, sequence: Sequence) -> int:
         """The most tokens to propose: with the model's own, as many as the sequence may still get.
@@ -68,9 +91,19 @@ class Drafting:
         return min(self._most, end - len(sequence.tokens) - 1)
 
 
-def require_exact(policy: Policy, geometry: Geometry, head: RetrievalHead | None) -> None:
-    """ConfigError for a resolved policy under which proposed tokens cannot be checked exactly."""
-    why = _why_not(policy, geometry, head)
+def require_exact(
+    policy: Policy, geometry: Geometry, head: RetrievalHead | None, config: EngineConfig
+) -> None:
+    """ConfigError for a resolved policy under which proposed tokens cannot be checked exactly.
+
+    head: the retrieval head; a draft model's chooses once for all rows of a sequence.
+    """
+    most = config.num_draft_tokens if config.drafts_by_model else 0
+    why = _why_not(policy, geometry, None if most else head)
+    if why is None and most and getattr(policy, "head", None) is not None:
+        why = "the draft model is the retrieval head, and the policy names another as head="
+    if why is None and most and policy.wants_head:
+        policy.check_draft(most)
     if why is not None:
         raise ConfigError(
             f"draft= cannot be used with policy {policy.name!r}: {why}; leave draft out, or use a "

@@ -68,6 +68,7 @@ class StepRows:
                 prompts=none,
                 host_prompts=np.zeros(0, np.int64),
                 slots=none,
+                host_slots=np.zeros(0, np.int64),
                 state={},
             )
             self.step = Step(

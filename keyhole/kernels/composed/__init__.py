@@ -39,6 +39,7 @@ from keyhole.kernels.composed.selections import (
     kept,
     prompt_scores,
     renew_stamps,
+    share_choice,
     with_newer,
 )
 from keyhole.kernels.operations import operation
@@ -75,5 +76,6 @@ __all__ = [
     "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
+    "share_choice",
     "with_newer",
 ]

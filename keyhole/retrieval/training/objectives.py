@@ -29,6 +29,7 @@ from transformers import AttentionInterface, DynamicCache
 from keyhole import kernels
 from keyhole.errors import NumericalError
 from keyhole.kernels.selection import Selection
+from keyhole.retrieval.draft import DraftLayer
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
 
@@ -323,39 +324,12 @@ def selection_loss(
 DECAY = 0.8
 
 
-class Draft(nn.Module):
-    """A head with what makes it a language model; `output` [V, H] is the target's, not trained."""
+class Draft(DraftLayer):
+    """A draft's layer over the target's `output` [V, H], which is not trained."""
 
     def __init__(self, head: RetrievalHead, output: Tensor, mlp_size: int) -> None:
-        super().__init__()
-        config = head.config
-        H, D = config.hidden_size, config.head_dim
-        self.head = head
+        super().__init__(head, mlp_size)
         self._output = output.detach()
-        self.v = nn.Linear(config.input_size, config.num_kv_heads * D, bias=False)
-        self.o = nn.Linear(config.num_heads * D, H, bias=False)
-        self.mlp_norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
-        self.gate = nn.Linear(H, mlp_size, bias=False)
-        self.up = nn.Linear(H, mlp_size, bias=False)
-        self.down = nn.Linear(mlp_size, H, bias=False)
-        self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
-
-    def project(
-        self, token_ids: Tensor, positions: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, D], keys and values [T, Hkv, D] of tokens with hidden [T, H]."""
-        head = self.head
-        query, key = head(token_ids, positions, hidden)
-        embedded = head.embed_norm(F.embedding(token_ids, head.embedding).to(hidden.dtype))
-        x = torch.cat((embedded, head.feature_norm(hidden)), -1)
-        return query, key, self.v(x).unflatten(-1, (-1, head.config.head_dim))
-
-    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [T, H] from its input's hidden half and attention [T, heads, D]."""
-        hidden = hidden + self.o(mixed.flatten(1))
-        x = self.mlp_norm(hidden)
-        out: Tensor = hidden + self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [T, V] of the layer's output."""

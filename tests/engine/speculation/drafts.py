@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation import drafting
+from keyhole.engine.speculation.draft_runner import DraftRunner
 
 #: Tokens of one step of a draft.
 COUNT = 4
@@ -65,3 +68,41 @@ def rows_of_steps(engine: Engine) -> list[int]:
 
     mock.patch.object(engine.drafting, "propose", counted).start()
     return found
+
+
+@dataclass(eq=False)
+class Replayed:
+    """A draft whose proposals are replaced: the model runs, and known texts say what it proposes.
+
+    Where these say nothing, its own first token stays.
+
+    made: what the model itself proposed, by the tokens of the sequence then.
+    """
+
+    runner: DraftRunner
+    draft: Erring | None = None
+    made: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def cut(self, sequence: Sequence) -> None:
+        self.runner.cut(sequence)
+
+    def propose(
+        self, decodes: list[Sequence], wanted: Mapping[Sequence, int]
+    ) -> dict[Sequence, list[int]]:
+        found = self.runner.propose(decodes, wanted)
+        assert {s: len(tokens) for s, tokens in found.items()} == dict(wanted)
+        self.made |= {tuple(s.tokens): tokens for s, tokens in found.items()}
+        if self.draft is None:
+            return found
+        return {s: self.draft.propose(s, count) or found[s][:1] for s, count in wanted.items()}
+
+
+def replaying(engine: Engine, texts: Iterable[Sequence] = (), error: float = 0.3) -> Replayed:
+    known = [sequence.tokens for sequence in texts]
+    assert engine.drafting is not None
+    assert isinstance(engine.head_runner, DraftRunner)
+    draft = Erring(known, engine.model.vocab_size, error) if known else None
+    replayed: Any = Replayed(engine.head_runner, draft)
+    engine.drafting._model = replayed
+    made: Replayed = replayed
+    return made

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,11 +22,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from keyhole import LLM, Quest, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import DRAFT_FOLDER, Model, load
 from tests.checkpoints import make_model
-from tests.engine.speculation.drafts import COUNT, Erring, under_draft
+from tests.engine.speculation.drafts import COUNT, Erring, replaying, under_draft
 from tests.policies.models import VOCAB, prompt
 from tests.policies.recording import PAGE, run
+from tests.retrieval.drafts import make_draft
 
 #: It reads everything, so that no rounding can change a choice, and keeps bounds of every page.
 POLICY = Quest(token_budget=512)
@@ -35,8 +36,14 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @functools.cache
 def shared_model() -> Model:
+    """With a random draft model in its folder."""
     folder = Path(tempfile.mkdtemp())
-    return load(make_model("llama", folder, vocab_size=VOCAB, num_hidden_layers=2), "cpu")
+    path = Path(make_model("llama", folder, vocab_size=VOCAB, num_hidden_layers=2))
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1], "max_position_embeddings": 1024}
+    make_draft(folder, vocab_size=VOCAB, draft_vocab_size=VOCAB, **layers).rename(
+        path / DRAFT_FOLDER
+    )
+    return load(path, "cpu")
 
 
 def engine_of(**options: Any) -> Engine:
@@ -55,14 +62,23 @@ def continued(length: int, start: int) -> list[int]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests that come, are stepped, are taken out, and are continued."""
+    """Requests that come, are stepped, are taken out, and are continued.
+
+    What is proposed is known text with errors; a draft model runs beside it where `draft` names it.
+    """
+
+    draft: ClassVar[str] = "ngram"
 
     @initialize(pages=st.integers(26, 60))
     def start(self, pages: int) -> None:
-        page_bytes = engine_of(memory="4MiB").cache.page_bytes
-        self.engine = engine_of(draft="ngram", num_draft_tokens=COUNT, memory=pages * page_bytes)
+        page_bytes = engine_of(memory="4MiB", draft=self.draft).cache.page_bytes
+        memory = pages * page_bytes
+        self.engine = engine_of(draft=self.draft, num_draft_tokens=COUNT, memory=memory)
         self.texts: list[list[int]] = []
-        under_draft(self.engine, Erring(self.texts, VOCAB))
+        if self.draft == "ngram":
+            under_draft(self.engine, Erring(self.texts, VOCAB))
+        else:
+            replaying(self.engine).draft = Erring(self.texts, VOCAB)
         self.requests: list[Sequence] = []
 
     def add(self, text: list[int], more: int) -> None:
@@ -103,7 +119,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         plain = engine_of(memory="4MiB", prefix_cache=False)
-        other = engine_of(memory="4MiB")
+        other = engine_of(memory="4MiB", draft=self.draft)
         for request in self.requests:
             if request.finish_reason == "length":
                 params = dataclasses.replace(request.params, max_tokens=1)
@@ -131,8 +147,23 @@ class Machine(RuleBasedStateMachine):
                 assert (one[pages] - two[others]).abs().max() <= 1e-4
 
 
+class DraftModelMachine(Machine):
+    """The same with a draft model, whose keys, values and features are in the pages, too."""
+
+    draft: ClassVar[str] = "eagle3"
+
+
 class TestFew(Machine.TestCase):
     settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
+
+
+class TestFewWithADraftModel(DraftModelMachine.TestCase):
+    settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.slow
+class TestDraftModelMachine(DraftModelMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def step(number: int, rows: tuple[int, ...] = (0, 1)) -> Step:
             prompts=torch.tensor(prompts, dtype=torch.int32),
             host_prompts=prompts,
             slots=torch.tensor(rows),
+            host_slots=np.asarray(rows),
             state={},
         ),
         cache=CachedLayers(keys=[], page_data=[], rotation=unused),

@@ -1,0 +1,209 @@
+"""EAGLE-3: a draft model that proposes tokens, and whose attention can choose what a step reads.
+
+Li et al., EAGLE-3 (2025, arXiv 2503.01840): see `retrieval/draft.py`. The draft's keys and values
+are side data of the pages, as the retrieval head's keys are: they are shared, copied and freed with
+them.
+
+Before a step, every decoding sequence catches up: the draft runs over the tokens accepted since it
+last ran, with the target's features of the positions before them, and overwrites what it had stored
+for proposed tokens. From the newest token on it proposes greedily, each token from its own output
+for the one before. The features of a step's rows are kept until it is known which rows were right,
+so that nothing of a rejected token is ever read.
+
+With a policy that selects by a retrieval head, the draft is the head. The rows of a sequence then
+share one choice: that of the draft's query for the newest token, which the target has accepted.
+
+Cost per step: the draft's layer for the accepted tokens and for each proposed one but the last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole import kernels
+from keyhole.cache.pages import PageCache
+from keyhole.config import EngineConfig
+from keyhole.engine.decode_inputs import PageTable
+from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.sequence import Sequence
+from keyhole.errors import ConfigError
+from keyhole.kernels import PagedQuery
+from keyhole.models.batch import Batch, Chunk
+from keyhole.models.fast_layers import speed_up_linear
+from keyhole.models.loading import DRAFT_FOLDER, Model
+from keyhole.policies.base import ChoiceBlocks, HeadWeights
+from keyhole.retrieval.draft import DraftModel
+
+
+class DraftRunner(HeadRunner):
+    """A draft over the pages of a cache; `groups` lists per step, as in `HeadRunner`.
+
+    config: how many sequences run at once, and how many tokens are proposed for each in a step.
+    """
+
+    def __init__(
+        self, draft: DraftModel, cache: PageCache, groups: int, config: EngineConfig
+    ) -> None:
+        super().__init__(draft.head, cache, groups)
+        num_slots, most = config.max_batch, config.num_draft_tokens
+        self._draft, self._most = draft, most
+        self._table = PageTable(num_slots)
+        head, like = draft.head.config, draft.head.q.weight
+        # Of each slot: the features of the rows of its last step, and the newest token's query.
+        self._features = like.new_zeros(num_slots, 1 + most, head.hidden_size)
+        self._queries = like.new_zeros(num_slots, head.num_heads, head.head_dim)
+        # The position of the first of these features, on the host.
+        self._first = np.zeros(num_slots, np.int64)
+
+    def cut(self, sequence: Sequence) -> None:
+        """The last pages of a sequence's list were removed. Between steps."""
+        self._table.cut(sequence)
+
+    @torch.no_grad()
+    def propose(
+        self, decodes: list[Sequence], wanted: Mapping[Sequence, int]
+    ) -> dict[Sequence, list[int]]:
+        """Proposed next tokens, as many for each sequence as wanted, which it has pages for.
+
+        decodes: all sequences that decode in the coming step; every one of them catches up.
+        """
+        first = self._first[[s.slot for s in decodes]]
+        newest = np.asarray([s.num_computed for s in decodes])
+        counts = newest - first
+        rows = [s for s, count in zip(decodes, counts.tolist(), strict=True) for _ in range(count)]
+        ends = np.cumsum(counts)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        positions = np.repeat(first, counts) + 1 + offsets
+        tokens = [s.tokens[at] for s, at in zip(rows, positions.tolist(), strict=True)]
+        slots = [s.slot for s in rows]
+        hidden = self._features[self._send(np.asarray(slots)), self._send(offsets)]
+        query = self._project(self._send(np.asarray(tokens)), rows, positions, hidden)
+        last = self._send(ends - 1)
+        query, hidden = query[last], hidden[last]
+        self._queries[self._send(np.asarray([s.slot for s in decodes]))] = query
+        for sequence in decodes:
+            sequence.num_settled = sequence.num_computed + 1
+        drafting = [i for i, s in enumerate(decodes) if wanted.get(s)]
+        if not drafting:
+            return {}
+        some = self._send(np.asarray(drafting))
+        chosen = [decodes[i] for i in drafting]
+        return self._continue(chosen, wanted, query[some], hidden[some])
+
+    def _continue(
+        self,
+        sequences: list[Sequence],
+        wanted: Mapping[Sequence, int],
+        query: Tensor,
+        hidden: Tensor,
+    ) -> dict[Sequence, list[int]]:
+        """Proposes tokens after the newest ones, of which query and input are given."""
+        found: dict[Sequence, list[int]] = {s: [] for s in sequences}
+        keys, values = (self._cache.common[name] for name in ("head_keys", "draft_values"))
+        for ahead in range(max(wanted.values())):
+            positions = np.asarray([s.num_computed for s in sequences]) + ahead
+            table = self._table.rows(sequences, int(positions.max()) // self._cache.page_size + 1)
+            lengths = self._send((positions + 1).astype(np.int32))
+            paged = PagedQuery(query.to(keys.dtype), keys, values, self._send(table), lengths)
+            mixed = kernels.attend(paged, scale=self.head.scale)
+            tokens, features = self._draft.step(hidden, mixed)
+            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+                found[sequence].append(token)
+            more = [i for i, s in enumerate(sequences) if wanted[s] > ahead + 1]
+            if not more:
+                break
+            some = self._send(np.asarray(more))
+            sequences, hidden = [sequences[i] for i in more], features[some]
+            query = self._project(tokens[some], sequences, positions[more] + 1, hidden)
+        return found
+
+    def _project(
+        self, token_ids: Tensor, rows: list[Sequence], positions: np.ndarray, hidden: Tensor
+    ) -> Tensor:
+        """Queries [T, heads, D] of tokens of these sequences; stores their keys and values."""
+        size = self._cache.page_size
+        entries = positions // size
+        table = self._table.rows(rows, int(entries.max()) + 1)
+        pages = table[np.arange(len(rows)), entries].astype(np.int64)
+        query, key, value = self._draft.project(token_ids, self._send(positions), hidden)
+        self._store(key, value, self._send(pages * size + positions % size))
+        return query
+
+    def _store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        keys, values = (self._cache.common[name] for name in ("head_keys", "draft_values"))
+        kernels.append(keys, values, key.to(keys.dtype), value.to(values.dtype), slots)
+
+    @torch.no_grad()
+    def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """The weights of each sequence's newest token, which `propose` has run the draft over."""
+        step = batch.step
+        assert step is not None
+        slots = step.sequences.host_slots
+        begins = np.flatnonzero(np.diff(slots, prepend=-1))
+        leads = self._send(begins)
+        place = np.searchsorted(begins, np.arange(len(slots)), side="right") - 1
+        weights = functools.partial(
+            self._weights,
+            self._queries[step.sequences.slots[leads]],
+            step.page_table[leads],
+            step.lengths[leads],
+            None,
+        )
+        blocks = ChoiceBlocks(leads, self._send(place), self._most)
+        step.head = HeadWeights(weights, self.token_bytes, blocks)
+
+    @torch.no_grad()
+    def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Stores prompt tokens, and keeps the features of the rows of decoding sequences."""
+        fused = super().after(token_ids, positions, batch)
+        assert fused is not None, "a draft reads features"
+        if batch.step is not None:
+            sequences = batch.step.sequences
+            slots = sequences.host_slots
+            begins = np.flatnonzero(np.diff(slots, prepend=-1))
+            counts = np.diff(begins, append=len(slots))
+            offsets = np.arange(len(slots)) - np.repeat(begins, counts)
+            self._features[sequences.slots, self._send(offsets)] = fused[: len(slots)]
+            self._first[slots[begins]] = sequences.host_lengths[begins] - 1
+        for chunk in batch.chunks:
+            assert isinstance(chunk, Chunk), "stored documents are refused with a draft model"
+            self._features[chunk.slot, 0] = fused[chunk.rows.stop - 1]
+            self._first[chunk.slot] = chunk.start + chunk.rows.stop - chunk.rows.start - 1
+        return fused
+
+    def _append(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: Batch,
+        rows: slice,
+        before: Tensor | None,
+    ) -> None:
+        assert before is not None, "a draft reads features"
+        if len(before):
+            _, key, value = self._draft.project(token_ids[rows], positions[rows], before)
+            self._store(key, value, batch.slots[rows])
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.head.q.weight.device)
+
+
+def load_draft(folder: str | None, model: Model) -> DraftModel:
+    """Loads a draft, a folder or hub id; None: the one beside the model's weights.
+
+    ConfigError if there is none; ModelError if it is damaged or of another model.
+    """
+    place = folder or model.draft
+    if place is None:
+        raise ConfigError(
+            f"draft='eagle3' needs a draft model, and {model.name!r} has no folder "
+            f"{DRAFT_FOLDER!r}; name one as draft='eagle3:FOLDER'"
+        )
+    draft = DraftModel.from_eagle3(place, model.network)
+    speed_up_linear(draft, model.device)
+    return draft

@@ -1,0 +1,113 @@
+"""Reads of an EAGLE-3 checkpoint what `head_files` leaves: values, MLP and the draft's vocabulary.
+
+Errors name the tensor or field. Tensors have the names of both layouts (see `head_files`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import ModelError
+from keyhole.retrieval.config import HeadConfig
+from keyhole.retrieval.head_files import HeadCheckpoint, flat, layer_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """What a draft has besides its head.
+
+    mlp_size: width of its MLP. vocab_size: tokens that it can propose. output_bias: of the output
+    projection of attention. norm_before_residual: the layer adds to the normed features, not to
+    the features. norm_output: the features of the next step are the normed output.
+    """
+
+    mlp_size: int
+    vocab_size: int
+    output_bias: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def draft_shape(draft: HeadCheckpoint, config: HeadConfig) -> DraftShape:
+    """The shape of a draft with this head; ModelError for a layer that is computed otherwise."""
+    fields, layer = flat(draft.config), layer_prefix(draft)
+    activation = fields.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(
+            f"draft {draft.name!r} has the activation {activation!r} in its MLP; only 'silu' is "
+            "supported"
+        )
+    if int(fields.get("num_hidden_layers", 1)) != 1:
+        raise ModelError(
+            f"draft {draft.name!r} has {fields['num_hidden_layers']} layers; only drafts of one "
+            "layer propose tokens"
+        )
+    gate = layer + "mlp.gate_proj.weight"
+    if gate not in draft.shapes:
+        raise ModelError(f"checkpoint {draft.name!r} has no tensor {gate}")
+    output = draft.shapes.get("lm_head.weight")
+    return DraftShape(
+        mlp_size=draft.shapes[gate][0],
+        vocab_size=config.vocab_size if output is None else output[0],
+        output_bias=layer + "self_attn.o_proj.bias" in draft.shapes,
+        norm_before_residual=bool(fields.get("norm_before_residual")),
+        norm_output=bool(fields.get("norm_output")),
+    )
+
+
+def draft_weights(
+    draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape, output: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of a draft besides its head's, under its own parameter names.
+
+    output: the target's output embedding, for a draft without its own. ModelError names a missing
+    tensor.
+    """
+    H, D, M, layer = config.hidden_size, config.head_dim, shape.mlp_size, layer_prefix(draft)
+    rows = config.num_kv_heads * D
+    kept = {
+        "v.weight": draft.tensor(layer + "self_attn.v_proj.weight", rows, 2 * H),
+        "o.weight": draft.tensor(layer + "self_attn.o_proj.weight", H, config.num_heads * D),
+        "mlp_norm.weight": draft.tensor(layer + "post_attention_layernorm.weight", H),
+        "gate.weight": draft.tensor(layer + "mlp.gate_proj.weight", M, H),
+        "up.weight": draft.tensor(layer + "mlp.up_proj.weight", M, H),
+        "down.weight": draft.tensor(layer + "mlp.down_proj.weight", H, M),
+        "norm.weight": draft.tensor("norm.weight", H),
+    }
+    if config.bias:
+        kept["v.bias"] = draft.tensor(layer + "self_attn.v_proj.bias", rows)
+    if shape.output_bias:
+        kept["o.bias"] = draft.tensor(layer + "self_attn.o_proj.bias", H)
+    if "lm_head.weight" in draft.shapes:
+        kept["lm_head.weight"] = draft.tensor("lm_head.weight", shape.vocab_size, H)
+    elif output is not None and output.shape[1] == H and len(output) >= shape.vocab_size:
+        kept["lm_head.weight"] = output[: shape.vocab_size]
+    else:
+        raise ModelError(
+            f"checkpoint {draft.name!r} has no tensor lm_head.weight, and the target's does not fit"
+        )
+    return kept
+
+
+def target_ids(draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape) -> Tensor:
+    """The target's token of each of the draft's, int64 [draft vocabulary].
+
+    `d2t` of a checkpoint holds differences. ModelError if it names tokens that the target lacks.
+    """
+    own = torch.arange(shape.vocab_size)
+    if "d2t" in draft.shapes:
+        own = own + draft.integers("d2t", shape.vocab_size)
+    elif shape.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"draft {draft.name!r} has {shape.vocab_size} tokens and no d2t, the target has "
+            f"{config.vocab_size}"
+        )
+    if not (own.min() >= 0 and own.max() < config.vocab_size):
+        raise ModelError(
+            f"d2t of draft {draft.name!r} names tokens from {int(own.min())} to {int(own.max())}, "
+            f"the target has {config.vocab_size}"
+        )
+    return own
