@@ -13,6 +13,9 @@ offloaded layers: the selection is known before the step begins.
 `per_head=False` is the coarser selection of section 4.2 (figure 5a): one list by the largest weight
 over all heads.
 
+With a draft model that proposes tokens (`draft="eagle3"`) that model is the head, and a choice is
+made once for the rows that a step checks; places for the proposed tokens are part of the budget.
+
 Differences from the paper: first tokens and a recent window are part of the budget; a selection may
 be reused for several steps (`refresh_every`), with the tokens generated since added to it; a
 selection may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive_budget`).
