@@ -28,7 +28,8 @@ class Stats:
     moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
-    computed again / all. held_ratio: tokens of a layer for which pages are held / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
+    computed again / all. held_ratio: tokens of a layer for which pages are held / all.
+    store_bytes_read: read from the store. tokens_not_computed: of documents.
     evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     queue_ms: from its arrival until the scheduler let it in.
@@ -116,8 +117,9 @@ class Sequence:
     evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
-    has of them and of what stands between, by place (`cache/packing.py`); None: everything. reused: what they cost. filling: what
-    brings them into pages, from its beginning until the sequence runs.
+    has of them and of what stands between, by place (`cache/packing.py`); None: everything.
+    reused: what they cost. filling: what brings them into pages, from its beginning until the
+    sequence runs.
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.

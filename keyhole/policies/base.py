@@ -173,7 +173,7 @@ class Policy:
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
-    #: True if what a layer reads depends on that layer alone. Layers may then store different tokens
+    #: True if what a layer reads depends on that layer alone. Layers may then store other tokens
     #: of documents in one page (`cache/packing.py`). A policy whose layers read what another layer
     #: selected needs every token at its own position.
     selects_per_layer: ClassVar[bool] = False

@@ -148,7 +148,9 @@ def test_layers_that_keep_different_numbers_answer_alike(
 ) -> None:
     llm = started(folder / f"masks{seed}", 3)
     random = torch.Generator().manual_seed(seed)
-    kept = torch.rand(3, len(NAMES) * LENGTH, generator=random) < torch.tensor([[0.1], [0.4], [0.9]])
+    kept = torch.rand(3, len(NAMES) * LENGTH, generator=random) < torch.tensor(
+        [[0.1], [0.4], [0.9]]
+    )
     written = kept & (torch.rand(kept.shape, generator=random) < 0.2)
     method = Masks(kept, written, fuses=bool(seed % 2))
     with ExitStack() as stack:

@@ -7,8 +7,8 @@ import pytest
 import keyhole
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.documents.search import Found
-from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS
 from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS
 from keyhole.reuse.baselines import FullReuse
 
 NUMBER = 120

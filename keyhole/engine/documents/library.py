@@ -142,9 +142,7 @@ class Documents:
                 self.store.add(name, source, record, overwrite=True)
         return problems
 
-    def choose(
-        self, question: str, names: Sequence[str], max_documents: int
-    ) -> builtins.list[str]:
+    def choose(self, question: str, names: Sequence[str], max_documents: int) -> builtins.list[str]:
         """The `max_documents` of `names` that match the question best, in the order of `names`.
 
         Asks `retriever`, and opens no record. Documents that it does not find are taken in order

@@ -40,8 +40,8 @@ def document_chart(
 ) -> None:
     """Writes a PNG: blocks ranked within their layer, by alpha above, by attention below.
 
-    Dark blocks matter most. Middle blocks that are outliers of alpha are framed: SamKV recomputes a token
-    of them if it keeps them. ConfigError if the file cannot be written.
+    Dark blocks matter most. Middle blocks that are outliers of alpha are framed: SamKV recomputes a
+    token of them if it keeps them. ConfigError if the file cannot be written.
     """
     colors = matplotlib()[1]
     alpha = torch.stack([layer.alpha for layer in layers])
