@@ -183,7 +183,7 @@ class ReceivedAttention:
         y = (sums / (far - near)).clamp(min=torch.finfo(torch.float32).tiny).log()
         x = ((near + far - 1).double() / 2).log()
         x = x - x.mean(0)
-        slope = (x * y).sum(0) / (x * x).sum(0)
+        slope: Tensor = (x * y).sum(0) / (x * x).sum(0)
         return -slope.float()
 
 

@@ -207,22 +207,3 @@ def test_a_window_counts_kept_tokens(folder: Path) -> None:
                 there[start : start + LENGTH] = kept[i * LENGTH : (i + 1) * LENGTH]
             every = [*there.nonzero()[0].tolist(), *range(end, reads.length)]
             assert reads.shares(layer).nonzero()[0].tolist() == every[:3] + every[-37:]
-
-
-def test_a_question_that_lost_its_pages_is_packed_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = started(folder / "again", 3)
-    with ExitStack() as stack:
-        alone = finish(llm, begin(llm, stack))
-        sequences = [begin(llm, stack) for _ in range(2)]
-        cache, preempted = llm.engine.cache, False
-        monkeypatch.setattr(cache, "max_pages", cache.max_pages - cache.available)
-        while not all(sequence.is_finished for sequence in sequences):
-            llm.engine.step()
-            llm.engine.check_integrity()
-            preempted |= any(s.slot < 0 and not s.is_finished for s in sequences)
-        assert preempted
-        for sequence in sequences:
-            assert sequence.error is None
-            assert_near(torch.stack(sequence.logits), alone)

@@ -177,7 +177,7 @@ class DocumentPrefill:
         return self._policy.selects_per_layer and all(window is None for window in windows)
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
-        """Copies each layer's tokens to their places, one layer per iteration.
+        """Copies the tokens of each layer where `packing` has them, one layer per iteration.
 
         before: the page table by which they are found.
         """
