@@ -29,8 +29,9 @@ def require_unpacked(config: Any, wanted: WeightFormat, name: str) -> None:
     """ConfigError for a checkpoint that is stored in few bits."""
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
+        method = _fields(stored).get("quant_method")
         raise ConfigError(
-            f"the weights of {name!r} are stored as {_fields(stored).get('quant_method')} already: leave "
+            f"the weights of {name!r} are stored as {method} already: leave "
             f"weights {wanted.name!r} out, or give the checkpoint that they were made of"
         )
 

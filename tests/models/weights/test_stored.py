@@ -1,6 +1,7 @@
 """Checkpoints that are stored in few bits: transformers' quantisers load them, layers as they are.
 
 Those that run on a CPU are compared with transformers; the others are refused with what they need.
+torchao's are skipped without it: `pip install torchao`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def of_torchao(folder: Path, name: str) -> str:
     """A checkpoint that torchao stored."""
     quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     config = {
-        "int8": lambda: quantization.Int8WeightOnlyConfig(),
-        "int8-dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
+        "int8": quantization.Int8WeightOnlyConfig,
+        "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
         "int4": lambda: quantization.IntxWeightOnlyConfig(
             weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
         ),
