@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
 from benchmarks.targets import RatioTarget
-
 from keyhole.bench.decode import WARM_UP
 from keyhole.bench.measure import Report, Result, Turn, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights
