@@ -30,6 +30,7 @@ class LayerLayout:
     chunked: bool = False
     num_query_heads: int = 0  # for a policy's data per query head; 0 without any
     scale_bytes: int = 0  # after every key and every value of 8-bit numbers; else 0
+    alibi: bool = False  # keys end with numbers of their position, which 8 bits would round
 
     @property
     def key_row(self) -> int:
@@ -105,6 +106,11 @@ class Geometry:
                 raise ConfigError(
                     f"kv_dtype {kv_dtype!r} cannot be used with MLA (multi-head latent "
                     "attention), whose values are part of its keys; leave kv_dtype out"
+                )
+            if layer.alibi:
+                raise ConfigError(
+                    f"kv_dtype {kv_dtype!r} cannot be used with ALiBi, whose positions are stored "
+                    "in the keys; leave kv_dtype out"
                 )
             for dim in (layer.key_dim, layer.value_dim):
                 if dim % SCALE_BYTES:

@@ -95,9 +95,7 @@ class Cache:
 
     def quantise(self, kv_dtype: torch.dtype) -> None:
         """Stores keys and values in 8 bits; where no token is, the scale is NaN."""
-        self.keys, self.values = (
-            reference.quantise(x, kv_dtype) for x in (self.keys, self.values)
-        )
+        self.keys, self.values = (reference.quantise(x, kv_dtype) for x in (self.keys, self.values))
 
     @property
     def paged(self) -> tuple[Tensor, ...]:

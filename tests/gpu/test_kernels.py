@@ -304,9 +304,7 @@ def test_pages_of_8_bits_are_attended_to_and_scored(
     compare_selected(cache, cache.selection(48, 1, 1), softcap=5.0, sinks=cache.sinks)
     requests = (ScoreRequest("max", 1), ScoreRequest("sum", PAGE))
     out, scores = run("attend_and_score", cache.paged, requests=requests, scale=cache.scale)
-    wanted, weights = reference.attend_and_score(
-        cache.paged, requests=requests, scale=cache.scale
-    )
+    wanted, weights = reference.attend_and_score(cache.paged, requests=requests, scale=cache.scale)
     check(out, wanted, dtype)
     for found, exact in zip(scores, weights, strict=True):
         check(found, exact, dtype)

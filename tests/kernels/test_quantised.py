@@ -26,7 +26,9 @@ def stored(pages: Tensor, kv_dtype: str) -> Tensor:
     """Pages of floats in 8 bits, written as the engine writes them; unwritten places hold NaN."""
     count, heads, size, dim = pages.shape
     rows = pages.new_empty(count, heads, size, dim + 4, dtype=STORED[kv_dtype])
-    kernels.append(rows, None, pages.transpose(1, 2).flatten(0, 1), None, torch.arange(count * size))
+    kernels.append(
+        rows, None, pages.transpose(1, 2).flatten(0, 1), None, torch.arange(count * size)
+    )
     return rows
 
 
@@ -250,7 +252,9 @@ def test_a_prompt_reads_the_dequantised_rows(
             sinks=case.sinks64(),
         )
         # The definition's products are in query's dtype.
-        assert_close(found[i], wanted, query.dtype, loss=0 if query.dtype == torch.float32 else 0.03)
+        assert_close(
+            found[i], wanted, query.dtype, loss=0 if query.dtype == torch.float32 else 0.03
+        )
 
 
 @given(in_8_bits(windows=False))

@@ -7,7 +7,8 @@ largest number of the format, so each row uses the whole range and an outlier co
 only. Pages of int8 hold int8 rows, pages of uint8 hold e4m3 rows; pages of floats are unquantised.
 
 Because a row is one piece of memory, everything that moves keys and values (pages, offloading,
-copies, stored documents) treats it as D + 4 numbers of one byte; only what computes knows of scales.
+copies, stored documents) treats it as D + 4 numbers of one byte; only what computes knows of
+scales.
 
 A row with a number that is NaN or infinite becomes NaN throughout.
 """
