@@ -69,7 +69,8 @@ def main() -> None:
         share = 1e9 * rate / line["read_bytes_per_s"]
         print(
             f"{row['context']:>7} {row['kv_dtype']:>5}  {row['kv_bytes'] / 2**20:7.0f} MiB  "
-            f"attention {row['attention_ms']:7.1f} ms ({row['attention_speedup']:.2f}x, {rate:.1f} GB/s, "
+            f"attention {row['attention_ms']:7.1f} ms ({row['attention_speedup']:.2f}x, "
+            f"{rate:.1f} GB/s, "
             f"{share:.0%} of a sum's)  step {row['step_ms']:7.1f} ms ({row['step_speedup']:.2f}x)"
         )
 

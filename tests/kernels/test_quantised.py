@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ def test_every_pattern_of_8_bits_is_read_as_its_number(kv_dtype: str) -> None:
     rows = rows.view(STORED[kv_dtype])
     table = torch.arange(count, dtype=torch.int32)[:, None]
     lengths = torch.ones(count, dtype=torch.int32)
-    out = kernels.attend((torch.ones(count, 1, 16), rows, rows, table, lengths), scale=1.0)
+    paged = kernels.PagedQuery(torch.ones(count, 1, 16), rows, rows, table, lengths)
+    out = kernels.attend(paged, scale=1.0)
     torch.testing.assert_close(out[:, 0], (numbers / 2)[:, None].expand(-1, 16), rtol=0, atol=0)
 
 
@@ -161,7 +163,7 @@ def _oracle(held: Paged, window: int | None) -> tuple[np.ndarray, list[np.ndarra
     return np.stack(outs), weights
 
 
-def _options(case: Paged) -> dict[str, object]:
+def _options(case: Paged) -> dict[str, Any]:
     return {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks}
 
 
