@@ -19,6 +19,7 @@ from keyhole.kernels.reference.attention import (
     sparse_prefill,
     weights_over,
 )
+from keyhole.kernels.reference.packed import PackedWeight, pack, packed_linear, unpack
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
     page_bounds,
@@ -39,6 +40,7 @@ from keyhole.kernels.reference.pages import (
 from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
 
 __all__ = [
+    "PackedWeight",
     "append",
     "apply_rope",
     "attend",
@@ -56,6 +58,8 @@ __all__ = [
     "load_missing",
     "members",
     "over_heads",
+    "pack",
+    "packed_linear",
     "page_bounds",
     "prefill",
     "quantise",
@@ -66,5 +70,6 @@ __all__ = [
     "summary_scores",
     "top_k",
     "top_p",
+    "unpack",
     "weights_over",
 ]
