@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: the time of attention and of a whole step at long contexts.
 
-    python -m benchmarks.kv_dtype
-    python -m benchmarks.kv_dtype --contexts 32768 --repeat 5
+    python -m benchmarks.kernels.kv_dtype
+    python -m benchmarks.kernels.kv_dtype --contexts 32768 --repeat 5
 
 Engines over the same random weights, a cache for each way to store keys and values, filled with the
 same random numbers. First the attention of all layers alone, then whole decode steps under `full`;
@@ -55,7 +55,7 @@ def main() -> None:
     line = {
         "benchmark": "kv_dtype",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.kv_dtype " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.kernels.kv_dtype " + " ".join(sys.argv[1:]),
         "commit": measure.commit(),
         "machine": measure.machine(device),
         "versions": measure.versions(),
