@@ -60,4 +60,5 @@ def dequantised(rows: Tensor) -> Tensor:
     numbers, scale = rows.split([row_dim(rows), SCALE_BYTES], -1)
     if rows.dtype == torch.uint8:
         numbers = numbers.view(torch.float8_e4m3fn)
-    return numbers.float() * scale.contiguous().view(torch.float32)
+    scaled: Tensor = numbers.float() * scale.contiguous().view(torch.float32)
+    return scaled
