@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_HUGE_BYTES = 1 << 21
+#: A huge page.
+HUGE_BYTES = 1 << 21
 _MADV_HUGEPAGE = 14  # see madvise(2)
 _MAP_NORESERVE = 0x4000  # see mmap(2)
 #: Tensor n begins at n times this, modulo 1, of a huge page: the golden ratio spreads any number of
@@ -67,8 +68,8 @@ def _advised(tensor: Tensor) -> Tensor:
     Not for reserved memory: the first write beyond the tensor's end would take 2 MiB.
     """
     if is_lazy(tensor):
-        begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_BYTES * _HUGE_BYTES
+        begin = -(-tensor.data_ptr() // HUGE_BYTES) * HUGE_BYTES
+        end = (tensor.data_ptr() + tensor.nbytes) // HUGE_BYTES * HUGE_BYTES
         if begin < end:
             libc = ctypes.CDLL(None)
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -87,11 +88,11 @@ def _reserved(like: Tensor, most: int, *row: int) -> Tensor | None:
         return None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, _HUGE_BYTES + size, flags=flags)
+        memory = mmap.mmap(-1, HUGE_BYTES + size, flags=flags)
     except (OSError, OverflowError):  # exceeds the address space
         return None
-    place = int(next(_count) * _STAGGER % 1 * _HUGE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
-    offset = (place - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % _HUGE_BYTES
+    place = int(next(_count) * _STAGGER % 1 * HUGE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+    offset = (place - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % HUGE_BYTES
     numbers = math.prod(row) * most
     return torch.frombuffer(memory, dtype=like.dtype, count=numbers, offset=offset).view(most, *row)
 
