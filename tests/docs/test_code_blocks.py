@@ -71,6 +71,7 @@ NOT_RUN = {
 SLOW = (
     "docs/evaluation.md",
     "docs/how-to/measure.md",
+    "docs/how-to/quantised-weights.md",
     "docs/how-to/verify.md",
     "docs/server.md",
     "docs/tutorials/long-reasoning.md",

@@ -39,8 +39,10 @@ class Forgetful(Policy):
         return Selection(indices, (indices >= 0).sum(2, dtype=torch.int32), step.page_size)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "deepseek_v3"))],
+)
 def test_every_policy_of_the_table_passes(kind: str, tmp_path: Path) -> None:
     checks = verify(make_model(kind, tmp_path), device="cpu")
     assert all(check.passed for check in checks)
@@ -76,6 +78,7 @@ def test_the_model_keeps_its_attention(model: Model) -> None:
     assert model.network.config._attn_implementation == NAME
 
 
+@pytest.mark.slow
 def test_a_model_without_full_attention_passes(tmp_path: Path) -> None:
     """DELTA looked for its layers among none, and failed with Python's own ValueError."""
     checks = verify(make_model("mistral_sliding", tmp_path), device="cpu")
