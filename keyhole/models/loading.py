@@ -45,7 +45,12 @@ from keyhole.models.locate import (
 )
 from keyhole.models.weights.adapters import merged
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.stored import check_stored, log_once, require_unpacked
+from keyhole.models.weights.stored import (
+    check_stored,
+    log_once,
+    require_known,
+    require_unpacked,
+)
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
@@ -202,6 +207,7 @@ def load_files(
         raise ignored_adapter(found)
     config = read_config(found)
     families.check(config, told)
+    require_known(config, told)
     if wanted is not None and found.gguf is None:
         require_unpacked(config, wanted, told)
     if accept is not None:
