@@ -320,6 +320,10 @@ def _or(value: Any, default: Any) -> Any:
 
 #: What may propose tokens.
 DRAFTS = ("ngram", "eagle3")
+#: How keys and values may be stored: in the model's dtype, or in 8 bits with a scale per row.
+KV_DTYPES = ("auto", "int8", "fp8")
+#: Bytes of the scale of a row of 8-bit numbers.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +352,9 @@ class EngineConfig:
         "draft model beside the weights, eagle3:FOLDER another; None: no",
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
+    kv_dtype: str = setting(
+        "auto", "of keys and values: int8 or fp8 halve their bytes; auto: as the model computes"
+    )
 
     @property
     def drafts_by_model(self) -> bool:
@@ -362,6 +369,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
+        if self.kv_dtype not in KV_DTYPES:
+            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (self.draft or DRAFTS[0]).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):
             raise UnknownNameError("draft", str(self.draft), DRAFTS)

@@ -16,6 +16,8 @@ operation, so that a policy, its settings and `--help` need no torch.
     prefill          the query tokens of one sequence, causal, over its pages
     sparse_prefill   query tokens at any positions, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
+    gather_rows      the same, as pages store them
+    quantise, dequantised, is_quantised, row_dim  rows of 8-bit numbers with their scale
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
     bound_scores_per_query_head  the same for each query head of a group
@@ -121,7 +123,17 @@ if TYPE_CHECKING:
         top_p,
         unpack,
     )
-    from keyhole.kernels.reference import PackedWeight, gather_tokens, pack, recent_indices
+    from keyhole.kernels.reference import (
+        PackedWeight,
+        dequantised,
+        gather_rows,
+        gather_tokens,
+        is_quantised,
+        pack,
+        quantise,
+        recent_indices,
+        row_dim,
+    )
 
 __all__ = [
     "LowRank",
@@ -149,11 +161,14 @@ __all__ = [
     "cluster_scores",
     "cluster_scores_per_query_head",
     "decompose",
+    "dequantised",
     "drop_oldest",
     "form_clusters",
+    "gather_rows",
     "gather_tokens",
     "head_scores",
     "head_scores_chosen",
+    "is_quantised",
     "keep",
     "keep_queries",
     "kept",
@@ -168,11 +183,13 @@ __all__ = [
     "page_bounds",
     "prefill",
     "prompt_scores",
+    "quantise",
     "read_kept",
     "recent_indices",
     "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
+    "row_dim",
     "share_choice",
     "shift_rope",
     "sparse_prefill",

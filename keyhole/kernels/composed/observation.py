@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.kernels import reference
 from keyhole.kernels.selection import Selection
 
 
@@ -110,8 +111,8 @@ def read_kept(
 
 def _keys(key_pages: Tensor, pages: Tensor, device: torch.device) -> Tensor:
     """The keys in some pages, one after another, float32 [Hkv, M * page_size, D]; pages [M]."""
-    found = key_pages[pages.to(key_pages.device)].to(device)  # [M, Hkv, page_size, D]
-    return found.float().transpose(0, 1).flatten(1, 2)
+    found = reference.gathered(key_pages, (pages,), device)  # [M, Hkv, page_size, D]
+    return reference.dequantised(found).float().transpose(0, 1).flatten(1, 2)
 
 
 def _in_groups(query: Tensor, num_kv_heads: int) -> Tensor:
