@@ -57,10 +57,10 @@ def app(args: dict[str, Any]) -> Application:
 def build(settings: RaySettings) -> Application:
     """The deployments: the front, the replicas, and the conversations they share."""
     config, server = EngineConfig(**settings.engine), settings.server_config()
-    small = {"ray_actor_options": _actor({"num_cpus": 0}), "max_ongoing_requests": _MANY}
+    small = {"ray_actor_options": with_environment({"num_cpus": 0}), "max_ongoing_requests": _MANY}
     conversations = serve.deployment(Conversations).options(name="Conversations", **small)
     options = dict(settings.deployment)
-    options["ray_actor_options"] = _actor(options["ray_actor_options"])
+    options["ray_actor_options"] = with_environment(options["ray_actor_options"])
     replicas = serve.deployment(Replica).options(
         name="Replica",
         max_queued_requests=server.max_queue,
@@ -77,8 +77,8 @@ def build(settings: RaySettings) -> Application:
     return front.bind(answering, server.max_body)
 
 
-def _actor(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an actor with our environment; what the user sets in his has precedence."""
+def with_environment(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an actor with Keyhole's environment variables, unless they set these."""
     runtime = options.get("runtime_env", {})
     variables = {**_ENVIRONMENT, **runtime.get("env_vars", {})}
     return {**options, "runtime_env": {**runtime, "env_vars": variables}}

@@ -109,6 +109,14 @@ def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield address
 
 
+def test_a_body_may_be_larger_than_grpcs_messages_are_by_default(address: str) -> None:
+    content = json.dumps(body("hello", 2)).encode() + b" " * 5 * 2**20
+    headers = {"content-type": "application/json"}
+    place = f"{address}/v1/completions"
+    got = httpx2.post(place, content=content, headers=headers, timeout=TIMEOUT)
+    assert got.json()["usage"]["completion_tokens"] == 2
+
+
 def test_a_killed_replica_breaks_streams_alone_and_comes_back(address: str) -> None:
     put = httpx2.put(f"{address}/v1/documents/kept", content=b"a text " * 20, timeout=TIMEOUT)
     assert put.status_code == 201
