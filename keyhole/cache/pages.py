@@ -219,13 +219,21 @@ class PageCache:
             for name, tensor in self.common.items():
                 self.common[name] = _cut(tensor, count, used)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each; None, with nothing changed: too few."""
+    def allocate(self, count: int, *, leave: int = 0) -> list[int] | None:
+        """`count` pages with one reference each; None, with nothing changed: too few.
+
+        leave: so many pages, if there are more, stay free for the next calls: those whose memory
+        is most likely there, as they follow pages in use or were in use themselves.
+        """
         if count > self.available:
             return None
-        while len(self._free) < count:
-            self._grow(self.capacity + count - len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        # With layers to offload, growth costs others their place.
+        wanted = min(count + leave, self.available) if self.room is None else count
+        while len(self._free) < wanted:
+            self._grow(self.capacity + wanted - len(self._free))
+        end = len(self._free) - min(leave, len(self._free) - count)
+        pages = self._free[end - count : end][::-1]
+        del self._free[end - count : end]
         for page in pages:
             self._refs[page] = 1
         used = self.capacity - len(self._free) - (self._aside is not None)

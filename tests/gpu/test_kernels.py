@@ -74,6 +74,7 @@ def test_latents_with_a_selection(shape: tuple[int, ...], dtype: torch.dtype, un
     compare_selected(cache, cache.selection(144 // unit, unit, 1))
 
 
+@pytest.mark.one_in(2)
 @cases(LATENTS)
 def test_latents_with_a_selection_per_query_head(
     shape: tuple[int, ...], dtype: torch.dtype
@@ -123,6 +124,7 @@ def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool
         check(score, twin, torch.float32)
 
 
+@pytest.mark.one_in(2)
 @cases(SHAPES[:2])
 def test_head_scores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     cache = Cache(shape, dtype)
