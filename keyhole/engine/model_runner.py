@@ -62,7 +62,7 @@ def attended(
         key = layer.window if selection is None else id(selection)
         # There may be a list for each query head.
         lists = 1 if selection is None else selection.indices.shape[1]
-        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.itemsize
+        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.kv_itemsize
         *_, number, so_far = alike.get(key, (None, None, 0, 0))
         alike[key] = selection, layer.window, number + 1, so_far + token_bytes
     read, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
