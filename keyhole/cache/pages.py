@@ -377,7 +377,8 @@ class PageCache:
                 self.keys, self.values = self._views()  # let go of the smaller tensor
                 self._enlarge_all(data, capacity)
             self._enlarge_all(self.common, capacity)
-        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
+        # Older ones are allocated first: their memory is there, or enters it layer by layer.
+        self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
         self._refs.extend([0] * (capacity - self.capacity))
 
     def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:

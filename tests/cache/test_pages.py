@@ -102,6 +102,14 @@ def test_pages_that_are_left_come_next_and_none_is_lost() -> None:
     cache.check_integrity([range(40)])
 
 
+def test_new_pages_come_after_those_that_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "_FIRST_PAGES", 8)
+    cache = make_cache(most=40)
+    assert cache.allocate(6) == [0, 1, 2, 3, 4, 5]
+    assert cache.allocate(8) == [6, 7, 8, 9, 10, 11, 12, 13]
+    cache.check_integrity([range(14)])
+
+
 def test_too_many_pages_change_nothing() -> None:
     cache = make_cache(most=3)
     assert cache.allocate(4) is None
