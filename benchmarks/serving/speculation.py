@@ -1,6 +1,6 @@
 """Tokens per second with an EAGLE-3 draft beside full attention without one, on a CPU, at batch 1.
 
-    python -m benchmarks.speculation
+    python -m benchmarks.serving.speculation
 
 A Llama of a given shape and a draft of one layer, with 32,000 of the tokens as its vocabulary, both
 of random weights in bfloat16, over a cache of random keys and values. Everything that speculation
@@ -75,7 +75,7 @@ def main() -> int:
         "speculation",
         torch.device("cpu"),
         arguments.note,
-        ("python", "-m", "benchmarks.speculation"),
+        ("python", "-m", "benchmarks.serving.speculation"),
     )
     line |= {"settings": vars(arguments), "results": []}
     for context in arguments.contexts:
@@ -115,7 +115,7 @@ def random_draft(model: Model) -> DraftModel:
     return draft
 
 
-class System:
+class DecodedSystem:
     """An engine over a filled cache, and the request that it decodes."""
 
     def __init__(self, name: str, model: Model, draft: DraftModel, context: int, args: Any) -> None:
@@ -177,7 +177,7 @@ class System:
 def compare(model: Model, draft: DraftModel, context: int, args: Any) -> dict[str, Any]:
     """The systems over one context, in turns."""
     names = ["full", "full+draft", "spe_context+draft"]
-    systems = [System(name, model, draft, context, args) for name in names]
+    systems = [DecodedSystem(name, model, draft, context, args) for name in names]
     dice = random.Random(0)
 
     def replayed(sequence: Sequence, before: int, proposed: Tokens[int]) -> bool:
