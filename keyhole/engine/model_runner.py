@@ -30,6 +30,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
+from keyhole.models.modules.sequence_rope import RopeRows
 from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, Selection, SequenceRows, Step
 
@@ -302,7 +303,7 @@ class Runner:
         below = self._cache.offloaded_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
-        return all(s.kept is None and s.trace is None for s in plan.decodes)
+        return all(s.kept is None and s.trace is None and not s.rope_length for s in plan.decodes)
 
     @torch.no_grad()
     def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
@@ -389,6 +390,7 @@ class Runner:
             prefetcher=self._prefetcher,
             keeper=self._keeper,
             recurrent=self._recurrent_step(plan),
+            rope=self._rope_rows(plan),
         )
 
     def _recurrent_step(self, plan: SchedulerOutput) -> RecurrentStep | None:
@@ -404,6 +406,18 @@ class Runner:
             chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
             row += count
         return RecurrentStep(self._recurrent, sent[: len(plan.decodes)], chunks)
+
+    def _rope_rows(self, plan: SchedulerOutput) -> list[RopeRows]:
+        """The packed rows of each RoPE length beyond the model's threshold."""
+        if self._model.rope is None:
+            return []
+        rows = [(s, 1) for s in plan.rows] + plan.chunks
+        lengths = np.repeat([s.rope_length for s, _ in rows], [count for _, count in rows])
+        return [
+            (length, self._send(np.flatnonzero(lengths == length)))
+            for length in np.unique(lengths).tolist()
+            if length
+        ]
 
     def _scattered(
         self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.recurrent_state import RecurrentStep
+from keyhole.models.modules.sequence_rope import RopeRows
 from keyhole.policies.base import Policy, Selection, Step
 
 
@@ -85,6 +86,7 @@ class Batch:
     observer: receives the queries of every layer. last_layer: where the forward pass may end.
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     recurrent: the states of the step's sequences; None for a model without recurrent layers.
+    rope: the rows of sequences beyond the length at which the model's RoPE changes.
     """
 
     cache: PageCache
@@ -105,6 +107,7 @@ class Batch:
     observer: Observer | None = None
     last_layer: int | None = None
     recurrent: RecurrentStep | None = None
+    rope: Sequence[RopeRows] = ()
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

@@ -211,7 +211,8 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             )
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
-        counted = _count(headers, config)
+        # Of a model of images and text, the files have more than is loaded.
+        counted = 0 if "text_config" in stored else _count(headers, config)
         number = dtype
         if dtype == "auto":
             number = _dtype(stored, headers) if place.gguf is None else gguf_dtype(path)
@@ -231,7 +232,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             layer_parameters=built[1],
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
-            max_length=families.max_length(config)[0],
+            max_length=families.max_length(config, families.rope_lengths(config))[0],
             folder=Path(place.name),
         )
     except AttributeError as error:
