@@ -60,6 +60,8 @@ class LLM:
             transformers has none.
         device: "auto", "cpu", "cuda", "cuda:0", or a torch device.
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16", or a torch dtype.
+        weights: "int4" or "int8": pack the weights of linear layers while loading, on a CPU; a
+            group size may follow, "int4:group_size=32". None: as they are stored.
         memory: Most bytes of the KV cache, as a number or text such as "2GiB"; by default most of
             the free memory.
         total_memory: In place of `memory`, most bytes of weights, KV cache and the tensors of a
@@ -94,6 +96,7 @@ class LLM:
         tokenizer: Any = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        weights: str | None = None,
         memory: int | str | None = None,
         total_memory: int | str | None = None,
         offload: str | Path | None = None,
@@ -126,7 +129,7 @@ class LLM:
             num_draft_tokens=num_draft_tokens,
         )
         chosen = make_policy(policy)
-        loaded = _loaded(model, tokenizer, device, dtype)
+        loaded = _loaded(model, tokenizer, device, dtype, weights)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._store = documents, _bytes(documents_limit, "documents_limit"), documents_check
@@ -476,11 +479,16 @@ def _loaded(
     tokenizer: Any,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    weights: str | None,
 ) -> Model:
     if isinstance(model, PreTrainedModel):
-        return adopt(model, tokenizer, device, dtype, require)
+        return adopt(model, tokenizer, device, dtype, require, weights)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer, require)
+        return load(model, device, dtype, tokenizer, require, weights)
+    if weights is not None:
+        raise ConfigError(
+            f"weights {weights!r} goes to keyhole.models.loading.load with this model"
+        )
     if tokenizer is not None:
         raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
     return model

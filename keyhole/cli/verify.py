@@ -1,7 +1,9 @@
 """Compares the engine with transformers' eager attention on a model, before you rely on it.
 
-Exit status 1 if any check fails. If a retrieval head is stored with the weights, the command also
-reports how much of the model's attention the head finds at several lengths.
+Exit status 1 if any check fails. With --weights, the checks are for the packed model, and it is
+compared with the model as stored: perplexity and logits. If a retrieval head is stored with the
+weights, the command also reports how much of the model's attention the head finds at several
+lengths.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
 from keyhole.errors import ConfigError
+from keyhole.models.weights.weight_format import weight_format
 
 if TYPE_CHECKING:
     from keyhole.eval.verify import RecallCell
+    from keyhole.eval.weight_error import PlainRun, WeightError
     from keyhole.exactness_gate import Exactness
     from keyhole.models.loading import Model
     from keyhole.retrieval.head import RetrievalHead
@@ -30,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also check a prompt of this many tokens: beyond a sliding window, or where RoPE is "
         "scaled; eager attention needs memory for its square",
     )
-    flags.add_data(parser, "texts for the recall of the retrieval head")
+    flags.add_data(parser, "texts for the recall of the retrieval head and for --weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints one line per check."""
     length = _length(arguments.length)
+    plain = _plain(arguments)
     model = flags.load_model(arguments)
     from keyhole import kernels
     from keyhole.eval.verify import verify
@@ -52,11 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
         if any(check.replayed for check in checks)
         else "launched one by one",
     }
+    packing = _packing(model, plain)
     head = _head(model, arguments)
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
         recall = None if head is None else [vars(cell) for cell in head[1]]
-        print(terminal.to_json({**about, "passed": passed, "checks": found, "head_recall": recall}))
+        error = None if packing is None else vars(packing) | {"change": packing.change}
+        facts = {"passed": passed, "checks": found, "head_recall": recall, "weight_error": error}
+        print(terminal.to_json({**about, **facts}))
         return 0 if passed else 1
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     rows = [
@@ -74,8 +82,42 @@ def run(arguments: argparse.Namespace) -> int:
     print(terminal.table(_HEADS, rows, left=3))
     failed = sum(not check.passed for check in checks)
     print(f"{failed} of {len(checks)} checks failed" if failed else "all checks passed")
+    if packing is not None:
+        print(_packing_text(model, packing))
     _print_head(model, head)
     return 0 if passed else 1
+
+
+def _plain(arguments: argparse.Namespace) -> PlainRun | None:
+    """With --weights, texts and the logits of the model as stored, which is freed again."""
+    if arguments.weights is None:
+        return None
+    stored = argparse.Namespace(**{**vars(arguments), "weights": None})
+    weight_format(arguments.weights)  # refused before the model is loaded
+    model = flags.load_model(stored)
+    arguments.model_files = stored.model_files
+    from keyhole.eval.tiny_language.tasks import HeadTexts
+    from keyhole.eval.weight_error import plain_run
+    from keyhole.retrieval.training.training_config import read
+
+    if arguments.data is not None:
+        return plain_run(model, read(arguments.data, model.tokenizer, model.vocab_size))
+    return plain_run(model, HeadTexts() if flags.is_bundled(arguments.model) else None)
+
+
+def _packing(model: Model, plain: PlainRun | None) -> WeightError | None:
+    from keyhole.eval.weight_error import weight_error
+
+    return None if plain is None else weight_error(plain, model)
+
+
+def _packing_text(model: Model, found: WeightError) -> str:
+    return (
+        f"\nweights {model.weights} beside those as stored, {found.tokens:,} tokens of "
+        f"{found.source}:\nperplexity {found.perplexity:.3f}, as stored "
+        f"{found.plain_perplexity:.3f} ({found.change:+.2%}); logit error {found.logit_error:.1%}; "
+        f"divergence {found.divergence:.4f} nats; same token {found.same_tokens:.1%}"
+    )
 
 
 def _length(text: str | None) -> int | None:

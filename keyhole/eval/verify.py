@@ -116,7 +116,7 @@ def verify(
         ("token by token", Full(), plain, short[-1:], True),
         *[("ragged batch", policy, long, prompts, False) for policy in others],
     ]
-    eager = _Eager(loaded)
+    eager = Eager(loaded)
     quantised = getattr(loaded.network.config, "quantization_config", None) is not None
     noise = eager.noise(short[-1]) if quantised else None
     checks = []
@@ -127,7 +127,7 @@ def verify(
     return checks
 
 
-class _Eager:
+class Eager:
     """The same weights with transformers' eager attention; caches its logits."""
 
     def __init__(self, model: Model) -> None:
@@ -156,7 +156,7 @@ class _Eager:
         """
         expected = self.logits(tuple(tokens), len(tokens))
         decoded, changed = self._decoded(tokens), self._changed(tokens)
-        return max(_typical(decoded, expected), _typical(changed, expected))
+        return max(typical_error(decoded, expected), typical_error(changed, expected))
 
     def _decoded(self, tokens: list[int]) -> Tensor:
         """Logits [T, vocabulary] of decoding token by token."""
@@ -261,7 +261,7 @@ def _compare(
     noise: float | None,
     replayed: int,
 ) -> Check:
-    """noise: of quantised weights, see `_Eager.noise`; None for others."""
+    """noise: of quantised weights, see `Eager.noise`; None for others."""
     difference = max(float((ours - right).abs().max()) for ours, right in pairs)
     tolerance = _TOLERANCE[dtype]
     if noise is not None:
@@ -269,7 +269,7 @@ def _compare(
     if dtype == torch.float32 and noise is None:
         error = difference / max(1.0, *(float(right.abs().max()) for _, right in pairs))
     else:
-        error = max(_typical(ours, right) for ours, right in pairs)
+        error = max(typical_error(ours, right) for ours, right in pairs)
     same = torch.cat([ours.argmax(-1) == right.argmax(-1) for ours, right in pairs])
     return Check(
         policy=policy,
@@ -282,7 +282,7 @@ def _compare(
     )
 
 
-def _typical(ours: Tensor, right: Tensor) -> float:
+def typical_error(ours: Tensor, right: Tensor) -> float:
     """Median over positions [T] of the root mean square difference, relative to that of the
     logits.
     """

@@ -45,6 +45,8 @@ operation, so that a policy, its settings and `--help` need no torch.
     load_missing     copy the selected tokens or pages that a buffer lacks into it
     apply_rope       apply RoPE to queries and keys of new tokens
     linear           a linear layer for the few tokens of a decode step
+    pack, unpack     a weight in 4 or 8 bits, and back
+    packed_linear    the same layer with such a weight
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
 of the page table), Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, n entries.
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
         head_scores,
         linear,
         load_missing,
+        packed_linear,
         page_bounds,
         prefill,
         shift_rope,
@@ -102,11 +105,13 @@ if TYPE_CHECKING:
         summary_scores,
         top_k,
         top_p,
+        unpack,
     )
-    from keyhole.kernels.reference import gather_tokens, recent_indices
+    from keyhole.kernels.reference import PackedWeight, gather_tokens, pack, recent_indices
 
 __all__ = [
     "LowRank",
+    "PackedWeight",
     "PagedQuery",
     "Rotation",
     "ScoreRequest",
@@ -140,6 +145,8 @@ __all__ = [
     "linear",
     "load_missing",
     "outlier_chunks",
+    "pack",
+    "packed_linear",
     "page_bounds",
     "prefill",
     "prompt_scores",
@@ -152,6 +159,7 @@ __all__ = [
     "summary_scores",
     "top_k",
     "top_p",
+    "unpack",
     "with_newer",
 ]
 

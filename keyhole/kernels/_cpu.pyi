@@ -140,6 +140,32 @@ def linear(
     bias: int,
     out: int,
 ) -> None: ...
+def packed_linear(
+    dtype: int,
+    num_tokens: int,
+    num_inputs: int,
+    num_outputs: int,
+    bits: int,
+    group_size: int,
+    x: int,
+    x_stride: int,
+    codes: int,
+    scales: int,
+    minimums: int,
+    bias: int,
+    out: int,
+) -> None: ...
+def unpack(
+    dtype: int,
+    num_inputs: int,
+    num_outputs: int,
+    bits: int,
+    group_size: int,
+    codes: int,
+    scales: int,
+    minimums: int,
+    out: int,
+) -> None: ...
 def top_k(
     sizes: Sequence[int],
     k: int,

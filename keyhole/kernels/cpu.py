@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
+from keyhole.kernels.reference.packed import PackedWeight
 from keyhole.kernels.selection import Selection
 
 #: The compiled module; None if it is not installed.
@@ -335,6 +336,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows.stride(0),
         weight.data_ptr(),
         address(bias),
+        out.data_ptr(),
+    )
+    return out
+
+
+def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """As the reference."""
+    # Kept in variables: a copy referenced by its address only would be freed at once.
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scales, minimums = (one.contiguous() for one in packed[:3])
+    out = x.new_empty(*x.shape[:-1], len(codes))
+    extension.packed_linear(
+        DTYPES[x.dtype],
+        len(rows),
+        packed.num_inputs,
+        len(codes),
+        packed.bits,
+        packed.group_size,
+        rows.data_ptr(),
+        rows.stride(0),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        minimums.data_ptr(),
+        address(bias),
+        out.data_ptr(),
+    )
+    return out
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """As the reference."""
+    codes, scales, minimums = (one.contiguous() for one in packed[:3])
+    out = scales.new_empty(len(codes), packed.num_inputs)
+    extension.unpack(
+        DTYPES[scales.dtype],
+        packed.num_inputs,
+        len(codes),
+        packed.bits,
+        packed.group_size,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        minimums.data_ptr(),
         out.data_ptr(),
     )
     return out

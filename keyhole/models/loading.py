@@ -1,7 +1,4 @@
-"""Finds, checks and loads a transformers model, in the form the engine needs.
-
-Checks of bitsandbytes' packed weights that no library performs while loading.
-"""
+"""Finds, checks and loads a transformers model, in the form the engine needs."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.models import checkpoint, families
-from keyhole.models.adapters import merged
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -51,6 +47,10 @@ from keyhole.models.locate import (
 )
 from keyhole.models.modules import own_attention, recurrent_layers, sequence_rope
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
+from keyhole.models.weights.adapters import merged
+from keyhole.models.weights.packing import pack_weights
+from keyhole.models.weights.stored import check_stored, log_once, require_unpacked
+from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
@@ -76,7 +76,7 @@ class Model:
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
     RoPE change; None: they never do. calibration, head, stability: files beside the weights
-    for DELTA, SpeContext and SamKV.
+    for DELTA, SpeContext and SamKV. weights: the format that they were packed in while loading.
     """
 
     name: str
@@ -92,6 +92,7 @@ class Model:
     head: Path | None = None
     stability: Path | None = None
     rope: families.RopeLengths | None = None
+    weights: str | None = None
     watched: dict[int, Any] = field(default_factory=dict)
 
     def geometry(self, page_size: int) -> Geometry:
@@ -178,15 +179,18 @@ def load(
     dtype: str | torch.dtype = "auto",
     tokenizer: Any = None,
     accept: Accept | None = None,
+    weights: str | None = None,
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
     tokenizer: an object or its folder or id, instead of the checkpoint's own. accept: raises
-    ModelError for a family that must not run, before the weights are loaded.
+    ModelError for a family that must not run, before the weights are loaded. weights: "int4" or
+    "int8", with a group size such as "int4:group_size=32", to pack those of linear layers.
     ModelError for a model that cannot be found, is damaged or cannot be run.
     """
     place, number = _device(device), _dtype(dtype)  # before anything is downloaded
-    return load_files(locate(name), place, number, tokenizer, accept)
+    _require_cpu(weight_format(weights), place)
+    return load_files(locate(name), place, number, tokenizer, accept, weights)
 
 
 def load_files(
@@ -195,15 +199,19 @@ def load_files(
     dtype: str | torch.dtype = "auto",
     tokenizer: Any = None,
     accept: Accept | None = None,
+    weights: str | None = None,
 ) -> Model:
     """`load` of a model that `locate` has found."""
-    place, number = _device(device), _dtype(dtype)
+    place, number, wanted = _device(device), _dtype(dtype), weight_format(weights)
+    _require_cpu(wanted, place)
     name, told = found.name, found.shown
     if (found.has_adapter or found.adapter is not None) and not is_peft_available():
         raise ignored_adapter(found)
     whole = _read_whole_config(found)
     config = text_part(whole)
     families.check(config, told)
+    if wanted is not None and found.gguf is None:
+        require_unpacked(config, wanted, told)
     if accept is not None:
         accept(config, told)
     part: dict[str, Any] = {}
@@ -238,15 +246,15 @@ def load_files(
         # Its blocks are dequantised: what runs is a plain model.
         network.config.__dict__.pop("quantization_config", None)
     elif getattr(config, "quantization_config", None) is not None:
-        _check_quantised(network, name)
-        _announce_quantised()
+        check_stored(network, name)
+        log_once()
     if found.adapter is not None:
         network = merged(network, found.adapter, name)
     network = _moved(network, place, told)
     if is_tiny(name):
         _say_it_is_a_demonstration()
     words = _tokenizer(found) if tokenizer is None else tokenizer
-    model = _model(name, network, place, words)
+    model = _model(name, network, place, words, wanted)
     if found.adapter is not None:
         return replace(model, name=found.adapter.name)
     return model if found.gguf is None else replace(model, name=found.config.stem)
@@ -293,15 +301,20 @@ def adopt(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     accept: Accept | None = None,
+    weights: str | None = None,
 ) -> Model:
     """Wraps a loaded transformers model; weights are shared, and it is not changed.
+
+    weights: as for `load`; packed ones are copies.
 
     tokenizer: an object or its folder or id; None: the model accepts token ids only. accept: as for
     `load`.
     ConfigError for a device or dtype that is not its own, ModelError for a model that cannot run.
     """
-    name = str(network.name_or_path) or type(network).__name__
+    name, wanted = str(network.name_or_path) or type(network).__name__, weight_format(weights)
     families.check(network.config, name)
+    if wanted is not None:
+        require_unpacked(network.config, wanted, name)
     if accept is not None:
         accept(network.config, name)
     places = {parameter.device for parameter in network.parameters()}
@@ -313,18 +326,32 @@ def adopt(
         raise ConfigError(f"device {str(device)!r}: the model is on {str(place)!r}; move it first")
     if dtype != "auto" and _dtype(dtype) != network.dtype:
         raise ConfigError(f"dtype {str(dtype)!r}: the model is in {network.dtype}; cast it first")
+    _require_cpu(wanted, place)
     # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
     copied.set_attn_implementation(NAME)
-    return _model(name, copied, place, tokenizer)
+    return _model(name, copied, place, tokenizer, wanted)
 
 
-def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Model:
+def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:
+    """ConfigError for packed weights on another device."""
+    if wanted is not None and place.type != "cpu":
+        raise ConfigError(
+            f"weights {wanted.name!r} run on a CPU only, not on {str(place)!r}: give device='cpu', "
+            "or a checkpoint that is stored in few bits for a GPU"
+        )
+
+
+def _model(
+    name: str, network: Any, place: torch.device, tokenizer: Any, wanted: WeightFormat | None
+) -> Model:
     """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(named(tokenizer))
     config = network.config
+    if wanted is not None:
+        pack_weights(network, wanted, name)
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
@@ -347,6 +374,7 @@ def _model(name: str, network: Any, place: torch.device, tokenizer: Any) -> Mode
         calibration=calibration if calibration.is_file() else None,
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
         stability=stability if stability.is_file() else None,
+        weights=None if wanted is None else wanted.name,
     )
 
 
@@ -454,57 +482,3 @@ def _dtype(dtype: str | torch.dtype) -> Any:
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"
-
-
-#: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.
-_TALKATIVE = "bitsandbytes.autograd._functions"
-
-
-def _check_quantised(network: Any, name: str) -> None:
-    """ModelError for packed weights and scales whose sizes do not match their layers.
-
-    transformers does not check shapes of packed weights, and kernels would read out of bounds.
-    """
-    for key, layer in network.named_modules():
-        weight = getattr(layer, "weight", None)
-        if weight is not None and not _fits(layer, weight):
-            raise ModelError(
-                f"the checkpoint {name!r} is damaged: the packed weights of {key} are not those "
-                f"of a layer of {layer.out_features} x {layer.in_features}"
-            )
-
-
-def _announce_quantised() -> None:
-    """Makes bitsandbytes log each message once."""
-    logger = logging.getLogger(_TALKATIVE)
-    if not any(isinstance(one, _Once) for one in logger.filters):
-        logger.addFilter(_Once())
-
-
-def _fits(layer: Any, weight: Any) -> bool:
-    """Whether weights and scales match the layer's size; True for unpacked ones."""
-    state, scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
-    if state is not None:  # 4 bits, two in a byte, and a scale for each block
-        size = layer.out_features * layer.in_features
-        shape = (layer.out_features, layer.in_features)
-        blocks = -(-size // state.blocksize)
-        packed = weight.nbytes == -(-size // 2) and state.absmax.numel() == blocks
-        return bool(packed and tuple(state.shape) == shape)
-    if scales is not None:  # 8 bits, and a scale for each row
-        shape = (layer.out_features, layer.in_features)
-        return bool(tuple(weight.shape) == shape and scales.numel() == layer.out_features)
-    return True
-
-
-class _Once(logging.Filter):
-    """Passes a message the first time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the message is new."""
-        new = record.getMessage() not in self._seen
-        self._seen.add(record.getMessage())
-        return new

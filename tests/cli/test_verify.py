@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import kernels
-from keyhole.eval import verify
+from keyhole.eval import verify, weight_error
 from keyhole.models.loading import HEAD_FOLDER, load
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model
@@ -103,3 +103,36 @@ def test_the_recall_of_a_head_is_printed(
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
     assert "no text of 64 tokens" in ran.err
+
+
+def test_what_packing_changes_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    folder = make_model("llama", tmp_path, tokenizer=True, **sizes)
+    monkeypatch.setattr(verify, "verify", lambda model, length: [CHECK])
+    monkeypatch.setattr(weight_error, "_LENGTH", 48)
+    monkeypatch.setattr(weight_error, "_TEXTS", 2)
+    ran = run("verify", "--model", folder, "--weights", "int4", "--device", "cpu", "--json")
+    assert ran.status == 0
+    found = json.loads(ran.out)["weight_error"]
+    assert found["perplexity"] > 1
+    assert found["source"] == "texts that the model as stored sampled"
+    data = tmp_path / "text.txt"
+    data.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    ran = run(
+        *("verify", "--model", folder, "--weights", "int8", "--device", "cpu"),
+        *("--data", str(data)),
+    )
+    assert ran.status == 0
+    _, about, result = ran.out.rpartition("\nweights int8 beside those as stored, 94 tokens of ")
+    assert about, ran.out
+    assert result.startswith("--data")
+    assert "\nperplexity " in result
+    assert "; logit error " in result
+
+
+def test_an_unknown_format_of_weights_is_refused_first(path: str, run: Run) -> None:
+    ran = run("verify", "--model", path, "--weights", "int2")
+    assert ran.status == 2
+    assert "unknown format of weights 'int2'" in ran.err

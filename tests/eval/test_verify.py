@@ -68,7 +68,7 @@ def test_a_policy_that_forgets_a_page_is_found(
 
 
 def test_the_model_keeps_its_attention(model: Model) -> None:
-    eager = eval_verify._Eager(model)
+    eager = eval_verify.Eager(model)
     assert eager.logits((5, 6), 2).shape == (2, model.vocab_size)
     assert model.network.config._attn_implementation == NAME
     with pytest.raises(IndexError):
@@ -134,13 +134,13 @@ def test_a_length_looks_beyond_the_cruel_ones(
     monkeypatch.setattr(eval_verify, "_LENGTHS", (1, 17))
     model = load(make_model("gemma3", tmp_path, sliding_window=150), device="cpu")
     assert all(check.passed for check in verify(model, length=200))
-    eager = eval_verify._Eager.logits
+    eager = eval_verify.Eager.logits
 
-    def wrong(self: eval_verify._Eager, tokens: tuple[int, ...], count: int) -> Tensor:
+    def wrong(self: eval_verify.Eager, tokens: tuple[int, ...], count: int) -> Tensor:
         """As of a model whose tokens do not see what lies more than 150 tokens back."""
         return eager(self, tokens[-150:] if len(tokens) > 150 else tokens, count)
 
-    monkeypatch.setattr(eval_verify._Eager, "logits", wrong)
+    monkeypatch.setattr(eval_verify.Eager, "logits", wrong)
     assert all(check.passed for check in verify(model))
     assert not all(check.passed for check in verify(model, length=200))
     with pytest.raises(ConfigError, match="length 600 must be from 1 to 495"):

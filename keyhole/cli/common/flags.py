@@ -21,6 +21,7 @@ from keyhole.config import (
 )
 from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY, ModelFiles, is_tiny, locate
+from keyhole.models.weights.weight_format import weight_format
 from keyhole.policies import available_policies, make_policy
 from keyhole.registry import require_depth
 from keyhole.reuse import reuse_names
@@ -49,6 +50,12 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
         return
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help="int4 or int8: pack the weights while loading, on a CPU; int4:group_size=32 for "
+        "groups of 32, 64 or 128; default: as they are stored",
+    )
 
 
 def add_data(
@@ -151,6 +158,7 @@ def find_model(arguments: argparse.Namespace) -> ModelFiles:
 
 def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
+    weight_format(arguments.weights)  # refused before the model is loaded
     found = find_model(arguments)
     terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
@@ -165,7 +173,9 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
     measure.device(arguments.device)  # before the weights
     tokenizer = getattr(arguments, "tokenizer", None)
-    return load_files(found, arguments.device, arguments.dtype, tokenizer, accept)
+    return load_files(
+        found, arguments.device, arguments.dtype, tokenizer, accept, arguments.weights
+    )
 
 
 def is_bundled(model: str | None) -> bool:

@@ -171,6 +171,31 @@ struct Linear {
     void* out;           // [T, O]
 };
 
+// Weights in few bits: code * scale + minimum, for groups of inputs. In 4 bits, byte j of a block of
+// 64 weights holds weight j below and weight j + 32 above.
+struct Packed {
+    int64_t bits, group;  // 4 or 8; 32, 64 or 128
+    const uint8_t* codes;           // [O, I * bits / 8]
+    const void *scales, *minimums;  // [O, I / group]
+};
+
+struct PackedLinear {
+    DType dtype;
+    int64_t T, I, O;
+    const void* x;  // [T, I]
+    int64_t x_stride;
+    Packed weight;
+    const void* bias;  // [O], or null
+    void* out;         // [T, O]
+};
+
+struct Unpack {
+    DType dtype;
+    int64_t I, O;
+    Packed weight;
+    void* out;  // [O, I]
+};
+
 // The operations that use vectors, compiled once per processor path.
 struct Path {
     void (*attend)(const Attend&);
@@ -179,6 +204,8 @@ struct Path {
     void (*bound_scores)(const BoundScores&);
     void (*summary_scores)(const SummaryScores&);
     void (*linear)(const Linear&);
+    void (*packed_linear)(const PackedLinear&);
+    void (*unpack)(const Unpack&);
 };
 
 extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only

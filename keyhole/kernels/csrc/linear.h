@@ -1,6 +1,24 @@
 // A linear layer for a few tokens: out = x W^T + bias. The weights are read once, sixteen rows at a
 // time; at this size reading them dominates the time.
 
+// Adds the bias to `count` outputs of a token, from `first` on, and stores them.
+template <class T>
+static inline void finish_outputs(float* sum, int64_t count, const T* bias, int64_t first, T* out) {
+    if (bias) {
+        float all[kTile];
+        for (int64_t o = 0; o < count; o += Vector::width) {
+            const int64_t rest = count - o;
+            const T* p = bias + first + o;
+            store(all + o, rest >= Vector::width ? load(p) : load(p, static_cast<int>(rest)));
+        }
+        for (int64_t o = 0; o < count; o++) sum[o] += all[o];
+    }
+    for (int64_t o = 0; o < count; o += Vector::width) {
+        const int64_t n = count - o < Vector::width ? count - o : Vector::width;
+        store(out + first + o, load(sum + o), static_cast<int>(n));
+    }
+}
+
 template <class T>
 static void linear(const Linear& a) {
     using P = Product<T>;
@@ -18,22 +36,184 @@ static void linear(const Linear& a) {
             float sums[4 * kTile];
             const int64_t H = a.T - t < 4 ? a.T - t : 4;
             score_all<T>(rows + t * stride, stride, H, weights, a.I, sums, nullptr);
-            for (int64_t h = 0; h < H; h++, t++) {
-                float* sum = sums + h * kTile;
-                if (a.bias) {
-                    float bias[kTile];
-                    for (int o = 0; o < kTile; o += Vector::width) {
-                        const int64_t rest = count - o;
-                        const T* p = static_cast<const T*>(a.bias) + first + o;
-                        if (rest >= Vector::width) store(bias + o, load(p));
-                        else if (rest > 0) store(bias + o, load(p, static_cast<int>(rest)));
-                    }
-                    for (int64_t o = 0; o < count; o++) sum[o] += bias[o];
-                }
-                T* out = static_cast<T*>(a.out) + t * a.O + first;
-                for (int64_t o = 0; o < count; o += Vector::width) {
-                    const int64_t n = count - o < Vector::width ? count - o : Vector::width;
-                    store(out + o, load(sum + o), static_cast<int>(n));
+            for (int64_t h = 0; h < H; h++, t++)
+                finish_outputs(sums + h * kTile, count, static_cast<const T*>(a.bias), first,
+                               static_cast<T*>(a.out) + t * a.O);
+        }
+    });
+}
+
+// The same with packed weights. A group's codes are multiplied and summed as they are, its scale is
+// applied to the sum. The minimums meet the sums of the inputs of each group, which all rows share.
+
+static inline float sum_of(Vector a) { return total(a); }  // where `total` is a variable
+
+constexpr int64_t kHalf = 32;  // of a block: see `Packed`
+
+static inline float number(const float* p) { return *p; }
+static inline float number(const bfloat16* p) {
+    const uint32_t bits = (uint32_t)p->bits << 16;
+    float r;
+    memcpy(&r, &bits, 4);
+    return r;
+}
+static inline float number(const float16* p) {
+#if defined(__F16C__)
+    return _cvtsh_ss(p->bits);
+#else
+    return widened(*p);
+#endif
+}
+
+// Inputs of some tokens, and their sums over each group, padded with zeros to whole vectors.
+template <class T>
+struct Inputs {
+    const typename Product<T>::Query* rows;
+    int64_t stride;
+    const float* sums;
+    int64_t sums_stride;
+};
+
+// R outputs of H tokens: out[h][r], of rows of kTile.
+template <class T, int bits, int H, int R>
+static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64_t row, float* out) {
+    using P = Product<T>;
+    constexpr int W = Vector::width;
+    const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
+    const uint8_t* from = a.weight.codes + row * row_bytes;
+    const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
+    const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
+    Vector total[R][H], part[R][H];
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
+    for (int64_t g = 0; g < groups; g += W) {
+        const int n = static_cast<int>(groups - g < W ? groups - g : W);
+        for (int r = 0; r < R; r++) {
+            const T* p = minimums + r * groups + g;
+            const Vector m = n == W ? load(p) : load(p, n);
+            for (int h = 0; h < H; h++)
+                total[r][h] = fma(m, load(in.sums + h * in.sums_stride + g), total[r][h]);
+        }
+    }
+    int64_t g = 0;
+    const auto end_group = [&]() {
+        for (int r = 0; r < R; r++) {
+            const Vector scale = broadcast(number(scales + r * groups + g));
+            for (int h = 0; h < H; h++) {
+                total[r][h] = fma(part[r][h], scale, total[r][h]);
+                part[r][h] = broadcast(0.0f);
+            }
+        }
+        g++;
+    };
+    for (int64_t i = 0; i < a.I; i += 2 * kHalf) {
+        const auto* x = in.rows + i;
+        const uint8_t* p = from + i * bits / 8;
+        for (int j = 0; j < kHalf; j += P::step)
+            for (int r = 0; r < R; r++) {
+                const auto key = P::template code<bits == 4 ? lower_half : whole_byte>(
+                    p + r * row_bytes + j);
+                for (int h = 0; h < H; h++)
+                    part[r][h] = P::add(part[r][h], x + h * in.stride + j, key);
+            }
+        if (a.weight.group == kHalf) end_group();
+        for (int j = 0; j < kHalf; j += P::step)
+            for (int r = 0; r < R; r++) {
+                const auto key = P::template code<bits == 4 ? upper_half : whole_byte>(
+                    p + r * row_bytes + j + (bits == 4 ? 0 : kHalf));
+                for (int h = 0; h < H; h++)
+                    part[r][h] = P::add(part[r][h], x + h * in.stride + kHalf + j, key);
+            }
+        if (((i + 2 * kHalf) & (a.weight.group - 1)) == 0) end_group();
+    }
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < H; h++) out[h * kTile + r] = sum_of(total[r][h]);
+}
+
+// `count` outputs of H tokens.
+template <class T, int bits, int H>
+static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64_t first,
+                               int64_t count, float* out) {
+    constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
+    constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
+    int64_t r = 0;
+    for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, out + r);
+    for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, out + r);
+}
+
+template <class T, int bits>
+static void packed_linear_in(const PackedLinear& a) {
+    using P = Product<T>;
+    using Query = typename P::Query;
+    constexpr int W = Vector::width, most = W / 2;
+    const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
+    const int64_t sums_stride = rounded_up(groups, W), blocks = (a.O + kTile - 1) / kTile;
+    auto* sums = static_cast<float*>(
+        workspace(1, a.T * (sums_stride * sizeof(float) + stride * sizeof(Query))));
+    auto* rows = reinterpret_cast<Query*>(sums + a.T * sums_stride);
+    memset(sums, 0, a.T * sums_stride * sizeof(float));
+    for (int64_t t = 0; t < a.T; t++) {
+        Query* row = rows + t * stride;
+        keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, row);
+        for (int64_t g = 0; g < groups; g++) {
+            Vector sum = broadcast(0.0f);
+            for (int64_t i = 0; i < a.weight.group; i += W)
+                sum = sum + load(row + g * a.weight.group + i);
+            sums[t * sums_stride + g] = total(sum);
+        }
+    }
+    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
+        const int64_t first = block * kTile, count = a.O - first < kTile ? a.O - first : kTile;
+        for (int64_t t = 0; t < a.T;) {
+            float out[most * kTile];
+            const Inputs<T> in{rows + t * stride, stride, sums + t * sums_stride, sums_stride};
+            const int64_t left = a.T - t;
+            int64_t H = 1;
+            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, first, count, out), H = most;
+            else if (left >= 4) packed_tile<T, bits, 4>(a, in, first, count, out), H = 4;
+            else if (left >= 2) packed_tile<T, bits, 2>(a, in, first, count, out), H = 2;
+            else packed_tile<T, bits, 1>(a, in, first, count, out);
+            for (int64_t h = 0; h < H; h++, t++)
+                finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,
+                               static_cast<T*>(a.out) + t * a.O);
+        }
+    });
+}
+
+template <class T>
+static void packed_linear(const PackedLinear& a) {
+    a.weight.bits == 4 ? packed_linear_in<T, 4>(a) : packed_linear_in<T, 8>(a);
+}
+
+// Codes as numbers: of half a block, into `out`.
+template <class T, Part part>
+static inline void unpack_half(const uint8_t* from, float scale, float minimum, T* out) {
+    const Vector s = broadcast(scale), m = broadcast(minimum);
+    for (int64_t j = 0; j < kHalf; j += Vector::width)
+        store(out + j, fma(codes<part>(from + j), s, m));
+}
+
+template <class T>
+static void unpack(const Unpack& a) {
+    const Packed& w = a.weight;
+    const int64_t groups = a.I / w.group, blocks = (a.O + kTile - 1) / kTile;
+    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
+        for (int64_t o = block * kTile; o < a.O && o < (block + 1) * kTile; o++) {
+            const uint8_t* from = w.codes + o * (a.I * w.bits / 8);
+            const T* scales = static_cast<const T*>(w.scales) + o * groups;
+            const T* minimums = static_cast<const T*>(w.minimums) + o * groups;
+            T* out = static_cast<T*>(a.out) + o * a.I;
+            for (int64_t i = 0; i < a.I; i += 2 * kHalf) {
+                const uint8_t* p = from + i * w.bits / 8;
+                const int64_t one = i / w.group, two = (i + kHalf) / w.group;
+                const float s1 = number(scales + one), m1 = number(minimums + one);
+                const float s2 = number(scales + two), m2 = number(minimums + two);
+                if (w.bits == 4) {
+                    unpack_half<T, lower_half>(p, s1, m1, out + i);
+                    unpack_half<T, upper_half>(p, s2, m2, out + i + kHalf);
+                } else {
+                    unpack_half<T, whole_byte>(p, s1, m1, out + i);
+                    unpack_half<T, whole_byte>(p + kHalf, s2, m2, out + i + kHalf);
                 }
             }
         }

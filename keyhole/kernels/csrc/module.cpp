@@ -183,6 +183,24 @@ void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_str
                   at<void>(bias), at<void>(out)});
 }
 
+Packed packed(int64_t bits, int64_t group, Address codes, Address scales, Address minimums) {
+    return {bits, group, at<uint8_t>(codes), at<void>(scales), at<void>(minimums)};
+}
+
+void packed_linear(int dtype, int64_t T, int64_t I, int64_t O, int64_t bits, int64_t group,
+                   Address x, int64_t x_stride, Address codes, Address scales, Address minimums,
+                   Address bias, Address out) {
+    path->packed_linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride,
+                         packed(bits, group, codes, scales, minimums), at<void>(bias),
+                         at<void>(out)});
+}
+
+void unpack(int dtype, int64_t I, int64_t O, int64_t bits, int64_t group, Address codes,
+            Address scales, Address minimums, Address out) {
+    path->unpack({static_cast<DType>(dtype), I, O, packed(bits, group, codes, scales, minimums),
+                  at<void>(out)});
+}
+
 void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_t first,
                   int64_t last, Address scores, Address valid, Address indices, Address counts) {
     const auto [B, H, n] = sizes;
@@ -233,6 +251,8 @@ NB_MODULE(_cpu, m) {
     m.def("summary_scores", &summary_scores, unlocked);
     m.def("spread_scores", &spread, unlocked);
     m.def("linear", &linear, unlocked);
+    m.def("packed_linear", &packed_linear, unlocked);
+    m.def("unpack", &unpack, unlocked);
     m.def("top_k", &best_indices, unlocked);
     m.def("trim", &trim_choice, unlocked);
 }

@@ -19,6 +19,7 @@ from keyhole.kernels.reference.attention import (
     sparse_prefill,
     weights_over,
 )
+from keyhole.kernels.reference.packed import PackedWeight, pack, packed_linear, unpack
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
     page_bounds,
@@ -31,6 +32,7 @@ from keyhole.kernels.reference.page_selection import (
 from keyhole.kernels.reference.pages import append, gather_tokens, gathered, load_missing, members
 
 __all__ = [
+    "PackedWeight",
     "append",
     "apply_rope",
     "attend",
@@ -45,6 +47,8 @@ __all__ = [
     "load_missing",
     "members",
     "over_heads",
+    "pack",
+    "packed_linear",
     "page_bounds",
     "prefill",
     "recent_indices",
@@ -53,5 +57,6 @@ __all__ = [
     "summary_scores",
     "top_k",
     "top_p",
+    "unpack",
     "weights_over",
 ]

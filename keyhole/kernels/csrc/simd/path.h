@@ -51,12 +51,15 @@ KEYHOLE_BY_DTYPE(any_page_bounds, page_bounds, PageBounds)
 KEYHOLE_BY_DTYPE(any_bound_scores, bound_scores, BoundScores)
 KEYHOLE_BY_DTYPE(any_summary_scores, summary_scores, SummaryScores)
 KEYHOLE_BY_DTYPE(any_linear, linear, Linear)
+KEYHOLE_BY_DTYPE(any_packed_linear, packed_linear, PackedLinear)
+KEYHOLE_BY_DTYPE(any_unpack, unpack, Unpack)
 #undef KEYHOLE_BY_DTYPE
 
 }  // namespace
 
 extern const Path KEYHOLE_PATH;
 const Path KEYHOLE_PATH = {any_attend,       any_prefill,        any_page_bounds,
-                           any_bound_scores, any_summary_scores, any_linear};
+                           any_bound_scores, any_summary_scores, any_linear,
+                           any_packed_linear, any_unpack};
 
 }  // namespace keyhole

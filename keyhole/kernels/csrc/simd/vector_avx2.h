@@ -69,6 +69,16 @@ static inline void store(T* p, Vector a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a, p));
 }
 
+// Codes of packed weights as floats: whole bytes, or their lower or upper four bits.
+enum Part { whole_byte, lower_half, upper_half };
+template <Part part>
+static inline Vector codes(const uint8_t* p) {
+    __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    if (part == lower_half) x = _mm256_and_si256(x, _mm256_set1_epi32(15));
+    if (part == upper_half) x = _mm256_srli_epi32(x, 4);
+    return {_mm256_cvtepi32_ps(x)};
+}
+
 // Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));

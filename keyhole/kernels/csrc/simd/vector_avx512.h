@@ -57,6 +57,16 @@ static inline void store(T* p, Vector a, int n = 16) {
     _mm256_mask_storeu_epi16(p, first(n), narrow(a, p));
 }
 
+// Codes of packed weights as floats: whole bytes, or their lower or upper four bits.
+enum Part { whole_byte, lower_half, upper_half };
+template <Part part>
+static inline Vector codes(const uint8_t* p) {
+    __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if (part == lower_half) x = _mm512_and_si512(x, _mm512_set1_epi32(15));
+    if (part == upper_half) x = _mm512_srli_epi32(x, 4);
+    return {_mm512_cvtepi32_ps(x)};
+}
+
 // Sixteen sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     __m512 x[8], y[4];
@@ -85,6 +95,10 @@ struct Product {
     static inline Key key(const T* p) { return load(p); }
     static inline Key key(const T* p, int n) { return load(p, n); }
     static inline Vector add(Vector sum, const float* q, Key k) { return fma(load(q), k, sum); }
+    template <Part part>
+    static inline Key code(const uint8_t* p) {
+        return codes<part>(p);
+    }
 };
 
 template <>
@@ -98,5 +112,19 @@ struct Product<bfloat16> {
     }
     static inline Vector add(Vector sum, const bfloat16* q, Key k) {
         return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_loadu_si512(q), (__m512bh)k)};
+    }
+    // Codes of 4 bits are looked up in a table; 8 bits are exact in bfloat16, too.
+    template <Part part>
+    static inline Key code(const uint8_t* p) {
+        if (part == whole_byte)
+            return (__m512i)_mm512_cvtne2ps_pbh(codes<part>(p + 16).v, codes<part>(p).v);
+        const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+            0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+            0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+        const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return _mm512_permutexvar_epi16(part == lower_half
+                                            ? _mm512_and_si512(x, _mm512_set1_epi16(15))
+                                            : _mm512_srli_epi16(x, 4),
+                                        table);
     }
 };

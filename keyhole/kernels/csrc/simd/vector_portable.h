@@ -107,6 +107,13 @@ static inline void store(T* p, Vector a) {
     for (int i = 0; i < 8; i++) narrowed(a.v[i], p[i]);
 }
 
+// Codes of packed weights as floats: whole bytes, or their lower or upper four bits.
+enum Part { whole_byte, lower_half, upper_half };
+template <Part part>
+static inline Vector codes(const uint8_t* p) {
+    KEYHOLE_EACH((float)(part == lower_half ? p[i] & 15 : part == upper_half ? p[i] >> 4 : p[i]));
+}
+
 // Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) { KEYHOLE_EACH(total(a[i])); }
 

@@ -1,0 +1,86 @@
+"""Weights packed in 4 or 8 bits: each group of a row has its own scale and minimum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Weights whose 4-bit codes are packed together: byte j has weight j below and weight j + 32 above.
+BLOCK = 64
+_HALF = BLOCK // 2
+#: Weights that are packed at a time, so that float32 copies stay small.
+_AT_ONCE = 1 << 22
+
+
+class PackedWeight(NamedTuple):
+    """A weight [O, I] in few bits: code * scale + minimum, for groups of inputs.
+
+    codes: uint8 [O, I * bits / 8]. scales, minimums: [O, groups], in the dtype of the layer. bits:
+    4 or 8. I is a multiple of 64 and of the group size, which is 32, 64 or 128.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor
+    bits: int
+
+    @property
+    def num_inputs(self) -> int:
+        """I."""
+        return self.codes.shape[-1] * 8 // self.bits
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale and a minimum."""
+        return self.num_inputs // self.scales.shape[-1]
+
+    def rows(self, which: slice | Tensor) -> PackedWeight:
+        """The weight of some outputs."""
+        return PackedWeight(self.codes[which], self.scales[which], self.minimums[which], self.bits)
+
+
+def pack(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
+    """A weight [O, I] in few bits; the codes of a group cover its range evenly."""
+    (num_outputs, num_inputs), dtype = weight.shape, weight.dtype
+    codes = torch.empty(num_outputs, num_inputs * bits // 8, dtype=torch.uint8)
+    scales = torch.empty(num_outputs, num_inputs // group_size, dtype=dtype)
+    minimums = torch.empty_like(scales)
+    step = max(1, _AT_ONCE // num_inputs)
+    for first in range(0, num_outputs, step):
+        rows = slice(first, first + step)
+        groups = weight[rows].float().unflatten(1, (-1, group_size))
+        low, high = groups.aminmax(dim=2)
+        minimums[rows] = low
+        scales[rows] = (high - minimums[rows].float()) / (2**bits - 1)
+        # The codes are chosen for the rounded scales, which the products use.
+        scale, minimum = scales[rows].float()[..., None], minimums[rows].float()[..., None]
+        found = torch.where(scale > 0, (groups - minimum) / scale, 0.0)
+        whole = found.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
+        codes[rows] = whole if bits == 8 else _nibbles(whole)
+    return PackedWeight(codes, scales, minimums, bits)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Two codes in a byte."""
+    low, high = codes.unflatten(1, (-1, 2, _HALF)).unbind(2)
+    joined: Tensor = low | high << 4
+    return joined.flatten(1)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weight [O, I] in the dtype of its scales; computed in float32."""
+    codes, scales, minimums, bits = packed
+    if bits == 4:
+        pairs = codes.unflatten(1, (-1, _HALF))
+        codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
+    groups = codes.float().unflatten(1, (scales.shape[1], -1))
+    weight = torch.addcmul(minimums.float()[..., None], groups, scales.float()[..., None])
+    return weight.flatten(1).to(scales.dtype)
+
+
+def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """X W^T + bias of a packed weight; x [..., I], bias [O]. Fast for a few tokens."""
+    return F.linear(x, unpack(packed), bias)

@@ -1,0 +1,77 @@
+"""Checkpoints that are stored in few bits, which transformers' own quantisers load.
+
+Checks of bitsandbytes' packed weights that no library performs while loading.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from keyhole.errors import ConfigError, ModelError
+from keyhole.models.weights.weight_format import WeightFormat
+
+
+def require_unpacked(config: Any, wanted: WeightFormat, name: str) -> None:
+    """ConfigError for a checkpoint that is stored in few bits."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        fields = stored if isinstance(stored, dict) else stored.to_dict()
+        raise ConfigError(
+            f"the weights of {name!r} are stored as {fields.get('quant_method')} already: leave "
+            f"weights {wanted.name!r} out, or give the checkpoint that they were made of"
+        )
+
+
+#: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.
+_TALKATIVE = "bitsandbytes.autograd._functions"
+
+
+def check_stored(network: Any, name: str) -> None:
+    """ModelError for packed weights and scales whose sizes do not match their layers.
+
+    transformers does not check shapes of packed weights, and kernels would read out of bounds.
+    """
+    for key, layer in network.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and not _fits(layer, weight):
+            raise ModelError(
+                f"the checkpoint {name!r} is damaged: the packed weights of {key} are not those "
+                f"of a layer of {layer.out_features} x {layer.in_features}"
+            )
+
+
+def log_once() -> None:
+    """Makes bitsandbytes log each message once."""
+    logger = logging.getLogger(_TALKATIVE)
+    if not any(isinstance(one, _Once) for one in logger.filters):
+        logger.addFilter(_Once())
+
+
+def _fits(layer: Any, weight: Any) -> bool:
+    """Whether weights and scales match the layer's size; True for unpacked ones."""
+    state, scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+    if state is not None:  # 4 bits, two in a byte, and a scale for each block
+        size = layer.out_features * layer.in_features
+        shape = (layer.out_features, layer.in_features)
+        blocks = -(-size // state.blocksize)
+        packed = weight.nbytes == -(-size // 2) and state.absmax.numel() == blocks
+        return bool(packed and tuple(state.shape) == shape)
+    if scales is not None:  # 8 bits, and a scale for each row
+        shape = (layer.out_features, layer.in_features)
+        return bool(tuple(weight.shape) == shape and scales.numel() == layer.out_features)
+    return True
+
+
+class _Once(logging.Filter):
+    """Passes a message the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the message is new."""
+        new = record.getMessage() not in self._seen
+        self._seen.add(record.getMessage())
+        return new

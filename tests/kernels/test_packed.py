@@ -1,0 +1,105 @@
+"""Weights packed in 4 and 8 bits: what is stored, and products with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole import kernels
+from keyhole.kernels import reference
+from tests.effort import examples
+from tests.kernels.test_twins import DTYPES, TOLERANCE, check
+
+BITS = st.sampled_from((4, 8))
+GROUPS = st.sampled_from((32, 64, 128))
+
+
+@given(
+    st.integers(1, 19),
+    st.sampled_from((1, 15, 16, 17, 100)),
+    st.sampled_from((1, 2, 5, 17)),
+    BITS,
+    GROUPS,
+    DTYPES,
+    st.booleans(),
+)
+@examples(60)
+def test_products_are_those_of_the_unpacked_weight(
+    tokens: int,
+    outputs: int,
+    blocks: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+) -> None:
+    inputs = blocks * max(64, group)
+    random = torch.Generator().manual_seed(tokens * outputs + inputs + group + bits)
+    x, weight, bias = (
+        torch.randn(shape, generator=random).to(dtype)
+        for shape in ((2, tokens, inputs), (outputs, inputs), (outputs,))
+    )
+    packed = kernels.pack(weight, bits, group)
+    exact = unpacked(packed)
+    check(kernels.unpack(packed), exact.to(dtype), dtype)
+    found = kernels.packed_linear(x, packed, bias if with_bias else None)
+    wanted = x.double() @ exact.T + (bias.double() if with_bias else 0.0)
+    assert found.dtype == dtype
+    assert found.shape == wanted.shape
+    # Plain paths round the weights to the dtype first, so it counts what is added up.
+    size = x.double().abs() @ exact.abs().T + 1.0
+    assert ((found.double() - wanted).abs() <= TOLERANCE[dtype] * size).all()
+
+
+def unpacked(packed: kernels.PackedWeight) -> torch.Tensor:
+    """In float64, weight by weight, as the format is described."""
+    codes, scales, minimums, bits = packed
+    rows = []
+    for row, scale, minimum in zip(codes.tolist(), scales.tolist(), minimums.tolist(), strict=True):
+        whole = row
+        if bits == 4:
+            whole = []
+            for first in range(0, len(row), 32):
+                block = row[first : first + 32]
+                whole += [byte % 16 for byte in block] + [byte // 16 for byte in block]
+        size = len(whole) // len(scale)
+        rows.append([c * scale[i // size] + minimum[i // size] for i, c in enumerate(whole)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(4, 0.5), (8, 1.0)])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_no_weight_is_further_off_than_half_a_step(bits: int, stored: float, group: int) -> None:
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(bits))
+    packed = kernels.pack(weight, bits, group)
+    assert packed.codes.numel() == weight.numel() * stored
+    assert (packed.num_inputs, packed.group_size) == (256, group)
+    groups = weight.view(48, -1, group)
+    step = (groups.amax(2) - groups.amin(2)) / (2**bits - 1)
+    error = (kernels.unpack(packed) - weight).view(48, -1, group).abs().amax(2)
+    assert (error <= step / 2 * 1.001 + 1e-6).all()
+
+
+def test_groups_without_a_range_are_exact() -> None:
+    weight = torch.tensor([0.0, -1.5, 0.25, 3.0]).repeat_interleave(64).expand(3, -1)
+    for bits in (4, 8):
+        packed = kernels.pack(weight.contiguous(), bits, 64)
+        assert torch.equal(kernels.unpack(packed), weight)
+
+
+def test_rows_are_those_of_the_whole() -> None:
+    weight = torch.randn(20, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = kernels.pack(weight, 4, 32)
+    which = torch.tensor([3, 19, 3])
+    assert torch.equal(kernels.unpack(packed.rows(which)), kernels.unpack(packed)[which])
+    assert torch.equal(kernels.unpack(packed.rows(slice(4, 9))), kernels.unpack(packed)[4:9])
+
+
+def test_large_weights_are_packed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(33, 128, generator=torch.Generator().manual_seed(0))
+    whole = kernels.pack(weight, 4, 64)
+    monkeypatch.setattr(reference.packed, "_AT_ONCE", 1000)
+    parts = kernels.pack(weight, 4, 64)
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True))
