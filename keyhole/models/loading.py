@@ -214,34 +214,9 @@ def load_files(
         require_unpacked(config, wanted, told)
     if accept is not None:
         accept(config, told)
-    part: dict[str, Any] = {}
     if config is not whole:
         announce(whole, config, told)
-        part = {"key_mapping": TEXT_WEIGHTS}
-    try:
-        with _without_report() if part else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                **_numbers(found, number),
-                attn_implementation=NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with their names
-                **found.options,
-                **part,
-            )
-        network, report = loaded
-    except Exception as error:  # transformers, safetensors, the file system
-        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
-        raise ModelError(
-            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
-        ) from error
-    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
-            f"shape, the first is {missing[0]}"
-        )
+    network = _load_network(found, config, number, is_part=config is not whole)
     if found.gguf is not None:
         # Its blocks are dequantised: what runs is a plain model.
         network.config.__dict__.pop("quantization_config", None)
@@ -258,6 +233,40 @@ def load_files(
     if found.adapter is not None:
         return replace(model, name=found.adapter.name)
     return model if found.gguf is None else replace(model, name=found.config.stem)
+
+
+def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool) -> Any:
+    """Transformers' model with its weights; ModelError for a damaged checkpoint.
+
+    is_part: whether the checkpoint has more models than that of this config.
+    """
+    told = found.shown
+    names = {"key_mapping": TEXT_WEIGHTS} if is_part else {}
+    try:
+        with _without_report() if is_part else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                found.name,
+                config=config,
+                **_numbers(found, number),
+                attn_implementation=NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with their names
+                **found.options,
+                **names,
+            )
+        network, report = loaded
+    except Exception as error:  # transformers, safetensors, the file system
+        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
+        raise ModelError(
+            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
+            f"shape, the first is {missing[0]}"
+        )
+    return network
 
 
 def _moved(network: Any, place: torch.device, name: str) -> Any:

@@ -69,7 +69,7 @@ def test_layers_weights_and_length_are_those_of_transformers(
         fields = kept
     ours = checkpoint.read(folder(tmp_path / kind, fields))
     assert ours.layers == families.layouts(theirs)
-    assert ours.max_length == families.max_length(theirs)[0]
+    assert ours.max_length == families.max_length(theirs, families.rope_lengths(theirs))[0]
     assert ours.num_query_heads == theirs.num_attention_heads
     with torch.device("meta"):
         network = _network(theirs)
