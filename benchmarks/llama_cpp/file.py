@@ -66,6 +66,14 @@ class LlamaFile:
                 (_bytes(name, tensor, heads) for name, tensor in named.items()),
             )
 
+    def quantise(self) -> None:
+        """Packs the weights as Q4_0, as llama.cpp's own program does; the first file is removed."""
+        target = self.path.with_name("few-bits.gguf")
+        with WorkerProcess() as worker:
+            worker.call("quantise", {"path": str(self.path), "target": str(target)})
+        self.path.unlink()
+        self.path = target
+
     @property
     def num_bytes(self) -> int:
         """The size of the file."""

@@ -60,6 +60,17 @@ class LlamaWorker:
         writer.close()
         return {}
 
+    def quantise(self, path: str, target: str) -> Reply:
+        """Packs the weights of a GGUF file as Q4_0, with the defaults of llama.cpp."""
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+        status = llama_cpp.llama_model_quantize(
+            path.encode(), target.encode(), ctypes.byref(params)
+        )
+        if status:
+            raise RuntimeError(f"llama_model_quantize gave {status}")
+        return {}
+
     def load(self, path: str, cells: int, batch: int, flash: bool, threads: int) -> Reply:
         """Opens a GGUF file; each of `batch` sequences gets a cache of `cells` tokens in float16.
 
@@ -136,6 +147,7 @@ class LlamaWorker:
             for command in (
                 self.about,
                 self.write,
+                self.quantise,
                 self.load,
                 self.fill,
                 self.step,

@@ -3,9 +3,10 @@
 A page list has gaps where pages were evicted, or where no layer keeps a token of the page. Each
 layer may drop other tokens of a prompt with stored documents; a table records those it kept.
 
-Tokens keep their positions, so that the rest of the engine is unaffected: a dropped token is a slot
-in a page that the layer does not read, and pages that no layer reads are not allocated. Every layer
-has all tokens after the documents.
+A dropped token is a slot in a page that the layer does not read, and pages that no layer reads are
+not allocated, so that the rest of the engine is unaffected. Where the policy selects for each layer
+by itself, a layer's kept tokens are packed first, and "token" here means its place
+(`cache/packing.py`). Every layer has all tokens after the documents, at their positions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class PageList:
         self._size = cache.page_size
         self._pages = np.full(-(-length // self._size), NO_PAGE, np.int64)
         self._fresh: list[int] = []
+        self._spare: list[int] = []
 
     def need(self, positions: np.ndarray) -> bool:
         """Allocates pages for these positions; returns False, with nothing changed, without space.
@@ -80,8 +82,34 @@ class PageList:
         self._pages[~wanted] = NO_PAGE
         self._cache.release(gone.tolist())
 
+    def move(self, positions: np.ndarray) -> bool:
+        """Makes the pages those of these positions; returns False, with nothing changed, without
+        space.
+
+        Pages of other positions serve those that have none; the rest stays until `settle`, so that
+        the caller can copy what it needs from pages by their former table.
+        """
+        wanted = np.unique(positions // self._size)
+        others = np.setdiff1d(np.flatnonzero(self._pages != NO_PAGE), wanted)
+        missing = wanted[self._pages[wanted] == NO_PAGE]
+        pages = self._pages[others].tolist()
+        fresh = self._cache.allocate(max(0, len(missing) - len(pages)))
+        if fresh is None:
+            return False
+        pages += fresh
+        self._pages[others] = NO_PAGE
+        self._pages[missing] = pages[: len(missing)]
+        self._spare = pages[len(missing) :]
+        return True
+
+    def settle(self) -> None:
+        """Frees the pages that `move` left without a position."""
+        self._cache.release(self._spare)
+        self._spare = []
+
     def release(self) -> None:
         """Frees all pages."""
+        self.settle()
         self.keep(np.zeros(0, np.int64))
 
     def slots(self, positions: np.ndarray) -> np.ndarray:
@@ -97,8 +125,12 @@ class PageList:
 
     def present(self) -> np.ndarray:
         """The allocated physical pages, int64."""
-        there: np.ndarray = self._pages[self._pages != NO_PAGE]
-        return there
+        return np.concatenate([self.listed_pages(), np.asarray(self._spare, np.int64)])
+
+    def listed_pages(self) -> np.ndarray:
+        """The physical pages that have a position, int64."""
+        pages: np.ndarray = self._pages[self._pages != NO_PAGE]
+        return pages
 
     def listed(self, length: int) -> list[int]:
         """The entries of the first `length` tokens, gaps included, as a sequence's list."""

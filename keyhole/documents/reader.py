@@ -302,8 +302,8 @@ def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> R
 
 def outdated() -> RecordError:
     """The error for a record of an older version."""
-    what = "its record has no extreme keys or no checksums"
-    return RecordError("missing", what, "a record with them")
+    what = "its record is of an older version, without extreme keys, checksums or today's alpha"
+    return RecordError("missing", what, "a record of this version")
 
 
 def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:

@@ -64,8 +64,9 @@ class LayerStatistics:
     block_queries: float32 [N, Hq, D], mean rotated query of each block.
     representatives: int64 [N], the representative token of each block, counted from 0.
     representative_keys: the cache's dtype [N, Hkv, D], its key.
-    alpha: float32 [N], how fast the attention that it receives decays.
-    received: float32 [N], the mean attention that it receives.
+    alpha: float32 [N], how fast the attention that it receives decays with distance.
+    received: float32 [N], the mean attention that it receives. Both over the same distances for all
+    blocks, +inf where these do not exist (`keyhole.reuse.block_statistics`).
     """
 
     block_keys: Tensor
@@ -205,6 +206,8 @@ def _expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> 
 
 _FORMAT = "keyhole document"
 _VERSION = "1"
+# 1: alpha over whatever distances a block had; 2: over the same distances for all blocks.
+_STATISTICS = "2"
 _DTYPES = {
     "I64": "int64",
     "F32": "float32",
@@ -238,6 +241,7 @@ class RecordHeader:
 
     name: the document's name when it was encoded. digest: of its source. created: seconds
     since 1970, UTC. data_start: where the header ends. rows_start: where the statistics end.
+    statistics: how alpha and the received attention were measured; see `_STATISTICS`.
     """
 
     name: str
@@ -249,6 +253,7 @@ class RecordHeader:
     spans: dict[str, Span]
     data_start: int
     rows_start: int
+    statistics: str
 
     @property
     def tokens(self) -> int:
@@ -257,8 +262,9 @@ class RecordHeader:
 
     @property
     def is_current(self) -> bool:
-        """Whether it has everything that records have today: extreme keys and checksums."""
-        return bool(self.extremes) and checksums_name("layers.0.keys") in self.spans
+        """Whether it is as records are made today: extreme keys, checksums, the same statistics."""
+        whole = bool(self.extremes) and checksums_name("layers.0.keys") in self.spans
+        return whole and self.statistics == _STATISTICS
 
     @property
     def extremes(self) -> list[Span]:
@@ -298,6 +304,7 @@ def serialise(
         "digest": digest,
         "block_size": str(record.block_size),
         "num_layers": str(len(record.layers)),
+        "statistics": _STATISTICS,
         "created": repr(created),
         "fingerprint": canonical(dict(fingerprint)).decode(),
         "digests": canonical({key: sha256(piece) for key, piece in pieces.items()}).decode(),
@@ -381,6 +388,7 @@ def read_header(reader: StorageReader) -> RecordHeader:
         spans=spans,
         data_start=data_start,
         rows_start=spans["layers.0.keys"].start,
+        statistics=text.get("statistics", "1"),
     )
 
 

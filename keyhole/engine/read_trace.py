@@ -15,6 +15,7 @@ import numpy as np
 
 from keyhole.cache.kept_tokens import RetainedPages
 from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.packing import Packing
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.policies.base import Selection
 
@@ -92,10 +93,12 @@ class TokenReads:
 class ReadTrace:
     """The reads of a sequence, one for each generated token, until it has MOST_RANGES ranges.
 
-    prompt_tokens: tokens before the first generated one.
+    prompt_tokens: tokens before the first generated one. packing: the places of its documents'
+    tokens, if these are not at their positions.
     """
 
     prompt_tokens: int
+    packing: Packing | None = None
     tokens: list[TokenReads] = field(default_factory=list)
     _left: int = field(init=False, default_factory=lambda: MOST_RANGES)
 
@@ -117,7 +120,7 @@ def trace_decodes(traces: ListOf[ReadTrace | None], batch: Batch, geometry: Geom
         if trace is None:
             continue
         length = int(step.sequences.host_lengths[row])
-        made = _Distinct(length)
+        made = _Distinct(length, trace.packing)
         for layer, selection in zip(geometry.layers, batch.reads, strict=True):
             if selection is None and layer.window is not None:
                 made.add(("window", layer.window), partial(_recent, length, layer))
@@ -134,7 +137,7 @@ def trace_prompt(
     trace: ReadTrace, chunk: Chunk | ScatteredChunk, length: int, geometry: Geometry
 ) -> None:
     """Adds what the last prompt token read, from which the first token is generated."""
-    made = _Distinct(length)
+    made = _Distinct(length, trace.packing)
     for index, layer in enumerate(geometry.layers):
         tokens = _recent(length, layer)
         if isinstance(chunk, ScatteredChunk):
@@ -157,11 +160,16 @@ def _recent(length: int, layer: LayerLayout) -> np.ndarray:
     return tokens
 
 
+def _unpacked(packing: Packing, layer: int, places: Callable[[], np.ndarray]) -> np.ndarray:
+    return packing.at_positions(layer, places())
+
+
 class _Distinct:
     """Collects what layers read, equal reads once."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, packing: Packing | None) -> None:
         self._length = length
+        self._packing = packing
         self._known: dict[object, int] = {}
         self._layers: list[int] = []
         self._ranges: list[np.ndarray] = []
@@ -169,6 +177,10 @@ class _Distinct:
 
     def add(self, key: object, tokens: Callable[[], np.ndarray]) -> None:
         """The next layer; tokens: gives bool [H, length], the same ones for the same key."""
+        if self._packing is not None:  # layers have other tokens at the same places
+            layer = len(self._layers)
+            key, places = (key, layer), tokens
+            tokens = partial(_unpacked, self._packing, layer, places)
         if key not in self._known:
             self._known[key] = self._entry(tokens())
         self._layers.append(self._known[key])

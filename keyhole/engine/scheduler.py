@@ -438,6 +438,8 @@ class Scheduler:
         filled = filling.filled
         sequence.num_computed = filled.end
         sequence.kept, sequence.reused = filled.kept, filled.reused
+        if sequence.trace is not None:
+            sequence.trace.packing = filled.packing
 
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if the kept and the coming tokens can never fit together."""

@@ -28,7 +28,8 @@ class Stats:
     moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
-    computed again / all. store_bytes_read: read from the store. tokens_not_computed: of documents.
+    computed again / all. held_ratio: tokens of a layer for which pages are held / all.
+    store_bytes_read: read from the store. tokens_not_computed: of documents.
     evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
     queue_ms: from its arrival until the scheduler let it in.
@@ -48,6 +49,7 @@ class Stats:
     hit_rate: float | None = None
     offloaded_layers: int | None = None
     sequence_ratio: float | None = None
+    held_ratio: float | None = None
     recompute_ratio: float | None = None
     store_bytes_read: int | None = None
     tokens_not_computed: int | None = None
@@ -115,8 +117,9 @@ class Sequence:
     evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
-    has of them and of what stands between; None: everything. reused: what they cost. filling: what
-    brings them into pages, from its beginning until the sequence runs.
+    has of them and of what stands between, by place (`cache/packing.py`); None: everything.
+    reused: what they cost. filling: what brings them into pages, from its beginning until the
+    sequence runs.
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
@@ -263,6 +266,7 @@ class Sequence:
             hit_rate=self.counters.hits / loaded if loaded else None,
             offloaded_layers=self.offloaded,
             sequence_ratio=None if self.reused is None else self.reused.sequence_ratio,
+            held_ratio=None if self.reused is None else self.reused.held_ratio,
             recompute_ratio=None if self.reused is None else self.reused.recompute_ratio,
             store_bytes_read=None if self.reused is None else self.reused.bytes_read,
             tokens_not_computed=None if self.reused is None else self.reused.tokens_not_computed,

@@ -334,7 +334,7 @@ def measure(
     """The stable layers over these documents, each a list of token ids.
 
     ConfigError for invalid settings, for token ids that the model does not know, and if no document
-    has the 11 blocks that an outlier needs.
+    has the 11 middle blocks that an outlier needs.
     """
     require(is_count(block_size), "block_size", block_size, "at least 1")
     if not all(documents):
@@ -384,8 +384,8 @@ def cut(
             ids = encode_text(model.tokenizer, str(text), special=False)
         parts += [ids[start : start + size] for start in range(0, len(ids), size)]
     longest = max((len(part) for part in parts), default=0)
-    # A third of a document still has 11 blocks.
-    parts = [part for part in parts if 3 * len(part) >= longest]
+    # Half of a document still has 11 blocks between its ends.
+    parts = [part for part in parts if 2 * len(part) >= longest]
     if len(parts) <= most:
         return parts
     return [parts[i * len(parts) // most] for i in range(most)]

@@ -51,6 +51,7 @@ class PolicyProxy(Policy):
             "dense",
             "wants_head",
             "shares_pages",
+            "selects_per_layer",
             "page_settings",
             "reads_keys",
             "reads_queries",
@@ -121,6 +122,8 @@ class Trace:
 
     def read(self, layer: int, selection: Selection | None, step: Step) -> Read | None:
         """What a layer reads, as positions in the sequence; None means everything.
+
+        Of packed documents (`keyhole.cache.packing`), their places.
 
         Tokens that the layer dropped or that were evicted are excluded. Layers that share a
         selection share a Read.

@@ -102,12 +102,14 @@ def speed_up(network: nn.Module, device: torch.device) -> None:
 def speed_up_linear(network: nn.Module, device: torch.device) -> None:
     """Turns every plain linear layer of a CPU model into a `FastLinear`; weights stay in place.
 
-    Layers of other classes (quantised ones, adapters) are unchanged.
+    Layers of other classes (quantised ones, adapters) are unchanged, and so are those whose weight
+    is a tensor of another class: torchao keeps its codes in one, and its address is not that of
+    numbers.
     """
     if device.type != "cpu":
         return
     for module in network.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and type(getattr(module, "weight", None)) is nn.Parameter:
             module.__class__ = FastLinear
 
 

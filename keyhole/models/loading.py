@@ -49,7 +49,12 @@ from keyhole.models.modules import own_attention, recurrent_layers, sequence_rop
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.stored import check_stored, log_once, require_unpacked
+from keyhole.models.weights.stored import (
+    check_stored,
+    log_once,
+    require_known,
+    require_unpacked,
+)
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
@@ -210,6 +215,7 @@ def load_files(
     whole = _read_whole_config(found)
     config = text_part(whole)
     families.check(config, told)
+    require_known(config, told)
     if wanted is not None and found.gguf is None:
         require_unpacked(config, wanted, told)
     if accept is not None:

@@ -173,6 +173,11 @@ class Policy:
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
+    #: True if what a layer reads depends on that layer alone. Layers may then store other tokens
+    #: of documents in one page (`cache/packing.py`). A policy whose layers read what another layer
+    #: selected needs every token at its own position.
+    selects_per_layer: ClassVar[bool] = False
+
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.
     reads_keys: ClassVar[bool] = False

@@ -27,6 +27,7 @@ class Full(Policy):
     """
 
     name: ClassVar[str] = "full"
+    selects_per_layer: ClassVar[bool] = True
     dense: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
@@ -52,6 +53,7 @@ class SlidingWindow(Policy):
     """
 
     name: ClassVar[str] = "sliding_window"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
@@ -89,6 +91,7 @@ class RandomTokens(Policy):
     """
 
     name: ClassVar[str] = "random"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
@@ -156,6 +159,7 @@ class Oracle(Policy):
     """
 
     name: ClassVar[str] = "oracle"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     selects_by_own_scores: ClassVar[bool] = True

@@ -55,6 +55,7 @@ class Quest(Policy):
     """The `token_budget / page_size` pages of highest upper bound, per KV head."""
 
     name: ClassVar[str] = "quest"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()

@@ -60,6 +60,7 @@ class RaaS(Policy):
     """The prompt, and the generated pages that a head attended to last; others are evicted."""
 
     name: ClassVar[str] = "raas"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
         "it evicts pages by what every token reads, rejected tokens as well"

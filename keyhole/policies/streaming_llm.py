@@ -33,6 +33,7 @@ class StreamingLLM(Policy):
     """The first `sink_size` tokens and the newest `token_budget - sink_size`."""
 
     name: ClassVar[str] = "streaming_llm"
+    selects_per_layer: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")

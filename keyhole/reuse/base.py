@@ -36,7 +36,8 @@ class LayerFacts:
     document.
     representative_keys: float32 [N, Hkv, D], its key.
     alpha: float32 [N], how fast the attention that it receives decays; smaller is more important.
-    received: float32 [N], the mean attention that it receives.
+    received: float32 [N], the mean attention that it receives. Both are +inf for blocks at the ends
+    that cannot be compared.
     """
 
     block_keys: Tensor
@@ -124,6 +125,11 @@ class Reuse:
         mean.
         """
         return False
+
+    @property
+    def max_documents(self) -> int | None:
+        """The most documents that are opened: those that match the question best; None: all."""
+        return None
 
     def resolve(self, geometry: Geometry) -> Self:
         """This method with every "auto" value resolved for a model.

@@ -120,10 +120,11 @@ def share(scores: Tensor, alpha: Tensor, received: Tensor, ends: Tensor) -> Tens
 def outliers(alpha: Tensor, sigmas: float = 3.0) -> Tensor:
     """Where alpha is an outlier by the PauTa criterion: alpha < mean - sigmas std, bool [..., N].
 
-    alpha [..., N], of the blocks of a document and layer; smaller is more important. Mean and
-    standard deviation (divided by n) are over the finite ones; an infinite one is no outlier. One
-    of n numbers is at most sqrt(n - 1) deviations from their mean, so that with 3 sigmas an outlier
-    needs at least 11 blocks (SamKV, appendix A.1).
+    alpha [..., N], of the middle blocks of a document and layer; smaller is more important. Mean
+    and standard deviation (divided by n) are over the finite ones; an infinite one is no outlier:
+    `only_middle` makes those of the ends infinite. One of n numbers is at most sqrt(n - 1)
+    deviations from their mean, so that with 3 sigmas an outlier needs at least 11 blocks (SamKV,
+    appendix A.1).
     """
     finite = alpha.isfinite()
     number = finite.sum(-1, keepdim=True).clamp(min=1)
@@ -132,6 +133,15 @@ def outliers(alpha: Tensor, sigmas: float = 3.0) -> Tensor:
     spread = torch.where(finite, known - mean, 0.0).square().sum(-1, keepdim=True) / number
     # The last condition excludes outliers that only rounding can produce.
     return finite & (known < mean - sigmas * spread.sqrt()) & (number - 1 > sigmas**2)
+
+
+def only_middle(alpha: Tensor, ends: Tensor) -> Tensor:
+    """Alpha [..., N] with +inf at the ends, bool [N]: middle blocks are compared among themselves.
+
+    The first tokens of a document receive attention as such, and the last ones are seen from few
+    distances.
+    """
+    return alpha.masked_fill(ends, torch.inf)
 
 
 # Selection of middle blocks: the best of each document, then the best of those over all.

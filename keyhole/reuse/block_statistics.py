@@ -4,29 +4,38 @@ SamKV, appendix A.1. An important token receives attention from many later token
 that attention falls slowly with distance, y ~ distance^-alpha with a small alpha. A block is
 represented by the token that receives most.
 
-No n x n matrix of weights is ever materialized. Queries arrive in chunks, in order; weights exist
-for a few rows at a time and are summed immediately, per token and bin of distance. Cost per layer:
-queries times keys and their softmax once more; memory: about 2 log2(n) float32 numbers per token,
-and the current rows.
+Blocks are compared with each other, so all must be measured alike. What a token receives depends on
+where it is: late tokens are seen from few distances, and early ones by queries that share their
+attention among few tokens. Over whatever distances there are, alpha falls along any document.
+Therefore everything is measured over distances 1 to R, the tokens of a block, and in each head a
+query's attention to the R tokens before it is divided by its sum. Where the blocks of a text are
+exchangeable, the statistics have the same distribution in every block.
+
+Queries arrive in chunks, in order; weights exist for a few rows at a time and are summed
+immediately. Cost per layer: queries times the keys of two blocks, and their softmax; memory: about
+2 log2(R) float32 numbers per token, and the current rows.
 
 What the paper leaves open:
+- The distances: 1 to R. A token that is not seen from all of them, or by queries that have fewer
+  than R tokens before them, cannot be compared: alpha and received are +inf, the least important,
+  and never an outlier. These are tokens of the first and of the last block, or, if that is short,
+  of the last two.
+- A token's mean is over the distances that it has; the token with the highest represents its block.
+  The last token of a document has received 0.
 - Distance 0, a token's attention to itself, does not count: attention "from subsequent tokens".
-- Only pairs that the layer lets see each other count: with a sliding window, distances below it.
+- Only pairs that the layer lets see each other count: with a sliding window of W, R is at most
+  W - 1. A sink takes the same part of all weights of a query, and drops out of its shares.
 - A bin stands at the mean of its distances with the mean of its attention. Attention too small for
   a float32 counts as the smallest normal one: the least importance.
-- A token that no later token sees has received 0. It represents a block only if all in the block
-  are like it (the last token, alone in its block).
-- Below two bins, or where nothing is received, there is no slope: alpha is +inf, the least
-  important, and never an outlier. Only the last token of a document and the one before it have so
-  few bins; their slopes are noise, but SamKV keeps their blocks whatever their importance.
+- Where R is below two bins there is no slope: alpha is +inf.
 - Ties go to the earlier token.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isqrt
 
 import torch
 from torch import Tensor
@@ -76,8 +85,9 @@ class BlockStatistics:
     """For each block of one layer: its representative, and the attention that this token receives.
 
     representatives: int64 [N], tokens from 0 in the document. alpha: float32 [N], how fast what it
-    receives falls with distance; less is more important. received: float32 [N], the mean over the
-    later tokens that can see it.
+    receives falls with distance; less is more important. received: float32 [N], the mean share that
+    it receives of a later query's attention to the R tokens before that query. Both are over
+    distances 1 to R, and +inf where not all of these exist.
     """
 
     representatives: Tensor
@@ -92,12 +102,20 @@ class ReceivedAttention:
     """
 
     def __init__(self, length: int, block_size: int, device: torch.device | str = "cpu") -> None:
-        edges = _edges(length)
-        self._length, self._block_size = length, block_size
-        self._bins = list(pairwise(edges))
-        self._sums = torch.zeros(len(self._bins), length, device=device)
-        self._window: int | None = None
+        self._length, self._block_size, self._device = length, block_size, torch.device(device)
         self._seen = 0
+        self._begin(None)
+
+    def _begin(self, window: int | None) -> None:
+        """Before the first chunk: the range of distances, R, and its bins."""
+        most = self._block_size if window is None else min(self._block_size, window - 1)
+        self._range = min(most, self._length - 1)
+        self._compares = self._range == most
+        self._bins = list(pairwise(_edges(self._range + 1)))
+        sizes = torch.tensor([far - near for near, far in self._bins], dtype=torch.int64)
+        # Of each distance from 1 on its bin.
+        self._bin = torch.arange(len(sizes)).repeat_interleave(sizes).to(self._device)
+        self._sums = torch.zeros(len(self._bins), self._length, device=self._device)
 
     def add(
         self,
@@ -118,75 +136,55 @@ class ReceivedAttention:
         end = start + len(query)
         assert start == self._seen, "chunks come in order"
         assert end == len(keys) <= self._length, "keys of all tokens so far"
-        self._seen, self._window = end, window
+        if start == 0:
+            self._begin(window)
+        self._seen = end
         most = _MOST_WEIGHTS.get(query.device.type, _MOST_WEIGHTS_ELSEWHERE)
-        group = query.shape[1] // keys.shape[1]
-        first = start
-        while first < end:
-            low = 0 if window is None else max(0, first - window + 1)
-            last = min(end, first + max(1, most // (group * (end - low))))
-            token = torch.arange(low, last, device=query.device, dtype=torch.int32)
-            distance = token[first - low :, None] - token
-            unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            rows = query[first - start : last - start]
-            weights = _mean_weights(rows, keys[low:last], unseen, scale, softcap, sinks)
-            self._collect(weights, distance, first, low)
-            first = last
+        rows = max(1, math.isqrt(most // (query.shape[1] // keys.shape[1])) - self._range)
+        for first in range(start, end, rows) if self._bins else ():
+            last = min(end, first + rows)
+            low = max(0, first - self._range)
+            token = torch.arange(first, last, device=query.device)
+            near = token[:, None] - torch.arange(1, self._range + 1, device=query.device)
+            part = query[first - start : last - start]
+            shares = _shares(part, keys[low:last], near - low, near < 0, scale, softcap)
+            self._collect(shares, near)
+
+    def _collect(self, shares: Tensor, near: Tensor) -> None:
+        """Adds shares [t, R] of queries in the tokens `near`, by distance; below 0 is none."""
+        place = self._bin * self._length + near.clamp(min=0)
+        self._sums.view(-1).index_add_(0, place.flatten(), shares.flatten())
 
     def finish(self) -> BlockStatistics:
         """The statistics of all blocks, once every token has been added."""
         assert self._seen == self._length, "every token is added before the end"
-        device = self._sums.device
-        # The farthest token that sees each one.
-        farthest = self._length - 1 - torch.arange(self._length, device=device)
-        if self._window is not None:
-            farthest = farthest.clamp(max=self._window - 1)
-        received = self._sums.sum(0) / farthest.clamp(min=1)
-        number = -(-self._length // self._block_size)
-        padded = received.new_full((number * self._block_size,), -1.0)
-        padded[: self._length] = received
-        place = padded.view(number, self._block_size).argmax(1)  # the first of equals
-        token = place + torch.arange(number, device=device) * self._block_size
-        alpha = self._decay(token, farthest[token])
-        return BlockStatistics(token, alpha, received[token])
+        token = torch.arange(self._length, device=self._device)
+        # The distances from which each token is seen.
+        number = (self._length - 1 - token).clamp(max=self._range)
+        mean = self._sums.sum(0) / number.clamp(min=1)
+        blocks = -(-self._length // self._block_size)
+        padded = mean.new_full((blocks * self._block_size,), -1.0)
+        padded[: self._length] = mean
+        place = padded.view(blocks, self._block_size).argmax(1)  # the first of equals
+        token = place + torch.arange(blocks, device=self._device) * self._block_size
+        whole = (token + 1 >= self._range) & (number[token] == self._range)
+        whole &= self._compares and self._range > 0
+        received = mean[token].masked_fill(~whole, torch.inf)
+        return BlockStatistics(token, self._decay(token).masked_fill(~whole, torch.inf), received)
 
-    def _collect(self, weights: Tensor, distance: Tensor, first: int, low: int) -> None:
-        """Adds weights [t, n] of rows `first` .. on tokens `low` .. by their distance [t, n]."""
-        last = first + len(weights)
-        for sums, (near, far) in zip(self._sums, self._bins, strict=True):
-            # Tokens that any row sees at such a distance, and those that all rows do.
-            left, right = max(low, first - far + 1), last - near
-            inner, outer = max(low, last - far), first - near + 1
-            if inner < outer:
-                sums[inner:outer] += weights[:, inner - low : outer - low].sum(0)
-            else:
-                inner, outer = right, right
-            for start, end in ((left, inner), (outer, right)):
-                if start < end:
-                    part = slice(start - low, end - low)
-                    inside = (distance[:, part] >= near) & (distance[:, part] < far)
-                    sums[start:end] += torch.where(inside, weights[:, part], 0.0).sum(0)
-
-    def _decay(self, token: Tensor, farthest: Tensor) -> Tensor:
-        """How fast what tokens [N] receive decays: log y = c - alpha log distance, least squares.
-
-        farthest: int64 [N], the largest distance from which each is seen. Returns float32 [N].
+    def _decay(self, token: Tensor) -> Tensor:
+        """Alpha of tokens [N] seen from all distances: log y = c - alpha log distance, by least
+        squares; float32 [N].
         """
-        if not self._bins:
+        if len(self._bins) < 2:
             return torch.full_like(token, torch.inf, dtype=torch.float32)
+        sums = self._sums[:, token].double()
         near, far = torch.tensor(self._bins, device=token.device).T[..., None]
-        last = torch.minimum(far - 1, farthest)
-        count = last - near + 1
-        there = count > 0
-        tiny = torch.finfo(torch.float32).tiny
-        sums = self._sums[:, token]
-        y = (sums.double() / count.clamp(min=1)).clamp(min=tiny).log()
-        x = ((near + last).double() / 2).clamp(min=1).log()
-        number = there.sum(0).clamp(min=1)
-        x = torch.where(there, x - torch.where(there, x, 0).sum(0) / number, 0)
-        slope = (x * y).sum(0) / (x * x).sum(0)
-        known = (there.sum(0) > 1) & (sums > 0).any(0)
-        return torch.where(known, -slope, torch.inf).float()
+        y = (sums / (far - near)).clamp(min=torch.finfo(torch.float32).tiny).log()
+        x = ((near + far - 1).double() / 2).log()
+        x = x - x.mean(0)
+        slope: Tensor = (x * y).sum(0) / (x * x).sum(0)
+        return -slope.float()
 
 
 def _edges(length: int) -> list[int]:
@@ -194,38 +192,35 @@ def _edges(length: int) -> list[int]:
     if length < 2:
         return []
     # d >= 2^(b/2) where d^2 >= 2^b: whole numbers, so that no rounding moves an edge.
-    firsts = (isqrt((1 << b) - 1) + 1 for b in range(2 * length.bit_length() + 1))
+    firsts = (math.isqrt((1 << b) - 1) + 1 for b in range(2 * length.bit_length() + 1))
     return [*sorted({d for d in firsts if d < length}), length]
 
 
-def _mean_weights(
+def _shares(
     query: Tensor,
     keys: Tensor,
-    unseen: Tensor,
+    near: Tensor,
+    absent: Tensor,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention weights, mean over heads, float32 [t, n].
+    """The shares of the keys `near` in each query's attention to all of these, mean over heads.
 
-    query [t, Hq, D]; keys [n, Hkv, D]; unseen bool [t, n].
+    query [t, Hq, D]; keys [n, Hkv, D]; near int64 [t, R], keys of each query; absent bool [t, R],
+    where there is none: its share is 0. Returns float32 [t, R].
+
+    Each head's shares, since a head that looks far away leaves less to the last R tokens in longer
+    texts, which would change the mixture of heads along the document.
     """
     heads, kv_heads = query.shape[1], keys.shape[1]
     group = heads // kv_heads
-    total = torch.zeros(unseen.shape, device=query.device)
+    total = torch.zeros(near.shape, device=query.device)
+    index = near.clamp(min=0).expand(group, -1, -1)
     for head in range(kv_heads):
         own = slice(head * group, (head + 1) * group)
         scores = (query[:, own].transpose(0, 1).float() * scale) @ keys[:, head].float().T
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        scores.masked_fill_(unseen, -torch.inf)
-        peak = scores.amax(-1, keepdim=True)
-        sink = None if sinks is None else sinks[own].float()[:, None, None]
-        if sink is not None:
-            peak = torch.maximum(peak, sink)
-        scores.sub_(peak).exp_()
-        whole = scores.sum(-1, keepdim=True)
-        if sink is not None:
-            whole += (sink - peak).exp()
-        total += scores.div_(whole).sum(0)
-    return total.div_(heads)
+        part = scores.gather(2, index).masked_fill_(absent, -torch.inf)
+        total += part.softmax(-1).sum(0)
+    return total.div_(heads).masked_fill_(absent, 0.0)  # a query without keys: NaN

@@ -33,6 +33,11 @@ Differences (theirs | ours | effect measured):
 - open: where the strongest and weakest blocks are sought | in the middle of the document | not
   measured: as above
 - open: P where the anchor is below the weakest block | 0 | not measured: as above
+- open: the distances over which alpha and the received attention are measured | 1 to the tokens of
+  a block, so that blocks are measured alike (`keyhole.reuse.block_statistics`) | not measured in
+  this harness: `docs/samkv.md` has answers before and after
+- open: among which blocks alpha must be an outlier | the middle ones of a document and layer | as
+  above
 - open: a block without an alpha; equal scores | left out of means and deviations, which divide by
   n; the earlier document and block come first | not measured: as above
 
@@ -44,7 +49,9 @@ is computed whole. They say what a difference does on this model, not which meth
 Beyond the paper, where a mean hides the relevant key: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block
 (`keyhole.reuse.block_scores`), and `share` replaces P in step 3. With score="random" step 4
-draws as many blocks at random: a control for the value of the selection.
+draws as many blocks at random: a control for the value of the selection. With `max_documents` an
+index finds the documents that match the question (the paper names a vector database), and the
+others are not opened.
 """
 
 from __future__ import annotations
@@ -71,6 +78,7 @@ from keyhole.reuse.block_scores import (
     extreme_scores,
     gather,
     key_scores,
+    only_middle,
     outliers,
     personal_queries,
     share,
@@ -90,6 +98,9 @@ def fused(new: Tensor, old: Tensor) -> Tensor:
     theta = cosine_similarity(x.flatten(1), y.flatten(1), dim=1).clamp(0, 1)[:, None, None]
     return (theta * x + (1 - theta) * y).to(new.dtype)
 
+
+# The first and last blocks of a document that are always kept by default.
+_NUM_INITIAL, _NUM_LOCAL = 1, 2
 
 #: The score of each block of a document in a layer for a query.
 _Score = Callable[["Tensor", PlacedDocument, int], "Tensor"]
@@ -116,14 +127,17 @@ class SamKV(Reuse):
     bias: bool = setting(True, "let the other documents add to a document's query")
     recompute: bool = setting(True, "compute tokens again that missed the other documents")
     block_size: int = setting(64, "tokens in a block")
-    num_initial_blocks: int = setting(1, "first blocks of a document, always kept")
-    num_local_blocks: int = setting(2, "last blocks of a document, always kept")
+    num_initial_blocks: int = setting(_NUM_INITIAL, "first blocks of a document, always kept")
+    num_local_blocks: int = setting(_NUM_LOCAL, "last blocks of a document, always kept")
     stable_layers: tuple[int, ...] | None = setting(
         None, "layers that say how many; None: as measured, else the last 4"
     )
     layers: str | None = setting(None, "file of `keyhole calibrate --stable-layers` with them")
     outlier_sigmas: float = setting(3.0, "deviations of alpha from which a block is an outlier")
     pooled: bool = setting(True, "keep offered blocks / documents; False: all blocks / documents")
+    max_documents: int | None = setting(
+        None, "open only so many documents, found by the question in an index; None: all"
+    )
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the stable layers: as given, else calibrated for this model, else the last 4."""
@@ -147,6 +161,8 @@ class SamKV(Reuse):
         right = "at least 1 with bias, which is made of their queries"
         good = not self.bias or self.num_local_blocks > 0
         require(good, "num_local_blocks", self.num_local_blocks, right)
+        most = self.max_documents
+        require(most is None or is_count(most), "max_documents", most, "at least 1, or None")
         sigmas = self.outlier_sigmas
         require(is_number(sigmas) and sigmas >= 0, "outlier_sigmas", sigmas, "a number >= 0")
         return dataclasses.replace(self, stable_layers=self._stable(geometry), layers=None)
@@ -280,8 +296,9 @@ class SamKV(Reuse):
         """Step 6: tokens to recompute, bool [L, T]; kept bool [L, M]."""
         ends = self._ends(blocks)
         recomputed = blocks.tokens(ends).expand(len(kept), -1).clone()
+        alpha = only_middle(alpha, ends)
         parts = [outliers(alpha[:, own], self.outlier_sigmas) for own in blocks.slices]
-        layer, block = (torch.cat(parts, 1) & kept & ~ends).nonzero(as_tuple=True)
+        layer, block = (torch.cat(parts, 1) & kept).nonzero(as_tuple=True)
         token = torch.stack(gather(documents, lambda facts: facts.representatives))
         token += torch.tensor(starts(documents)[:-1])[blocks.documents]
         recomputed[layer, token[layer, block]] = True
@@ -305,7 +322,7 @@ STABILITY_FILE = "keyhole-samkv.json"
 #: The paper finds the last 4 layers of Llama 3.1 8B and the last 5 of two other models (A.2).
 NUM_STABLE = 4
 
-# Fewer blocks have no outliers: see `outliers`.
+# Fewer middle blocks have no outliers: see `outliers`.
 _LEAST_BLOCKS = 11
 
 
@@ -374,22 +391,33 @@ def stable_layers(
 ) -> tuple[list[int], list[int]]:
     """Scores of all layers, and the `num` layers that score highest, ascending.
 
-    alphas: per calibration document float [L, N], alpha of its blocks. Equal scores: the later
-    layer, as the published ones are the last; equal average ranks: the earlier block.
-    ConfigError if no document has the 11 blocks that an outlier needs.
+    alphas: per calibration document float [L, N], alpha of its blocks, the first one and the last
+    two of which do not count. Equal scores: the later layer, as the published ones are the last;
+    equal average ranks: the earlier block. ConfigError if no document has the 11 middle blocks that
+    an outlier needs.
     """
     most = max((alpha.shape[1] for alpha in alphas), default=0)
-    right = f"documents with at least {_LEAST_BLOCKS} blocks; the longest has {most}"
-    require(most >= _LEAST_BLOCKS, "calibration documents", len(alphas), right)
+    least = _LEAST_BLOCKS + _NUM_INITIAL + _NUM_LOCAL
+    right = f"documents with at least {least} blocks; the longest has {most}"
+    require(most >= least, "calibration documents", len(alphas), right)
     depth = len(alphas[0])
     require(is_count(num) and num <= depth, "num_stable_layers", num, f"from 1 to {depth}")
     scores = torch.zeros(depth, dtype=torch.int64)
-    for alpha in alphas:
+    for every in alphas:
+        alpha = every[:, ~default_ends(every.shape[1])]
+        if not alpha.shape[1]:
+            continue
         ranks = alpha.argsort(dim=1, stable=True).argsort(dim=1)
         main = ranks.sum(0).argmin()
         scores += outliers(alpha, sigmas)[:, main]
     order = sorted(range(depth), key=lambda layer: (-int(scores[layer]), -layer))
     return scores.tolist(), sorted(order[:num])
+
+
+def default_ends(num_blocks: int) -> Tensor:
+    """Which of a document's blocks SamKV always keeps by default, bool [N]."""
+    number = torch.arange(num_blocks)
+    return (number < _NUM_INITIAL) | (number >= num_blocks - _NUM_LOCAL)
 
 
 def last_layers(geometry: Geometry, num: int = NUM_STABLE) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def test_a_record_of_an_older_version_opens_and_is_written_anew_when_added_again
     [problem] = store.verify()
     assert (problem.kind, problem.what) == (
         "missing",
-        "its record has no extreme keys or no checksums",
+        "its record is of an older version, without extreme keys, checksums or today's alpha",
     )
     assert store.stored("x", "text") is None
     new = make_record()

@@ -60,6 +60,7 @@ NOT_RUN = {
     "docs/kvpress.md": ["kvpress has an environment of its own: make test-kvpress"],
     "docs/lm-eval.md": 2 * ["the harness has an environment of its own: make test-lm-eval"],
     "docs/ray.md": 2 * ["Ray has an environment of its own: make test-ray"],
+    "docs/samkv.md": ["it wants the folder of a sentence encoder"],
     "docs/tutorials/vllm.md": [
         "vLLM has an environment of its own: make test-vllm",
         *2 * ["it needs the server above"],

@@ -130,9 +130,11 @@ def test_what_a_layer_dropped_is_never_loaded(
     models: dict[str, Model], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each layer loads once a step: what was begun ahead is what attention asks for."""
-    llm = below(models["llama"], policy, tmp_path, 40)
+    llm = below(models["llama"], policy, tmp_path, 46)
     engine = llm.engine
     assert engine.offloader is not None
+    # Under Quest all layers would fit again once the kept tokens are packed.
+    engine.offloader.least = len(engine.offloader.plan.model.order)
     listed: list[tuple[int, torch.Tensor]] = []
     plain = ResidentBuffer.load_missing
 

@@ -28,6 +28,7 @@ def made(lengths: list[int], layers: int = 3, *, seed: int = 0, shares: bool = T
         lengths=lengths,
         shares=(0.25,) * len(lengths) if shares else None,
         sequence_ratio=0.5,
+        held_ratio=0.6,
         recompute_ratio=0.1,
         tokens_not_computed=1,
         bytes_read=1,

@@ -37,52 +37,57 @@ def wide(path: str) -> Model:
 
 def texts(number: int) -> list[list[int]]:
     rng = np.random.default_rng(7)
-    return [rng.integers(3, 250, length).tolist() for length in (97, 144, 203)[:number]]
+    return [rng.integers(3, 250, length).tolist() for length in (113, 144, 203)[:number]]
 
 
 def edge(power: int) -> float:
     return math.sqrt(2) ** power
 
 
-def plain_alpha(received: Tensor) -> list[float]:
-    """Alpha of each block; received [n, n] are mean weights, row by row what a token attends to.
+def plain_alpha(heads: Tensor) -> list[float]:
+    """Alpha of each block; heads [Hq, n, n] are weights, row by row what a token attends to.
 
-    The representative of a block receives most on average; log y = c - alpha log distance over
-    bins whose edges are powers of sqrt 2.
+    Each head's weights of the BLOCK tokens before a token are divided by their sum. The
+    representative of a block receives most of these shares, on average over the distances that it
+    has; log y = c - alpha log distance over bins whose edges are powers of sqrt 2. None of the
+    distances 1 to BLOCK may be missing, nor tokens before a query.
     """
-    n, found = len(received), []
+    n, found = heads.shape[1], []
+    shares = torch.zeros(n, n, dtype=torch.float64)
+    for query in range(1, n):
+        seen = slice(max(0, query - BLOCK), query)
+        part = heads[:, query, seen].double()
+        shares[query, seen] = (part / part.sum(1, keepdim=True)).mean(0)
     for first in range(0, n, BLOCK):
         best, kept = -1.0, first
         for token in range(first, min(n, first + BLOCK)):
-            later = received[token + 1 :, token]
+            later = shares[token + 1 : token + 1 + BLOCK, token]
             mean = float(later.sum()) / max(1, len(later))
             if mean > best:
                 best, kept = mean, token
-        later = received[kept + 1 :, kept].double()
+        later = shares[kept + 1 : kept + 1 + BLOCK, kept]
+        if len(later) < BLOCK or kept + 1 < BLOCK:
+            found.append(math.inf)
+            continue
         points = []
         for power in range(40):
-            inside = [
-                d for d in range(1, len(later) + 1) if edge(power) <= d + 1e-9 < edge(power + 1)
-            ]
+            inside = [d for d in range(1, BLOCK + 1) if edge(power) <= d + 1e-9 < edge(power + 1)]
             if inside:
                 y = sum(float(later[d - 1]) for d in inside) / len(inside)
                 points.append((math.log(sum(inside) / len(inside)), math.log(y)))
-        if len(points) < 2:
-            found.append(math.inf)
-            continue
         x, y_ = zip(*points, strict=True)
         found.append(-float(np.polyfit(x, y_, 1)[0]))
     return found
 
 
 def plain_scores(path: str, documents: list[list[int]]) -> list[int]:
-    """Layers where the block of best mean rank lies 3 deviations below the others."""
+    """Layers where the middle block of best mean rank lies 3 deviations below the others."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     scores = [0] * model.config.num_hidden_layers
     for document in documents:
         with torch.no_grad():
             maps = model(torch.tensor([document]), output_attentions=True).attentions
-        rows = [plain_alpha(weights[0].mean(0)) for weights in maps]
+        rows = [plain_alpha(weights[0])[1:-2] for weights in maps]
         number = len(rows[0])
         ranks = [sorted(range(number), key=lambda b, row=row: (row[b], b)) for row in rows]
         main = min(range(number), key=lambda b: sum(order.index(b) for order in ranks))
@@ -96,8 +101,9 @@ def plain_scores(path: str, documents: list[list[int]]) -> list[int]:
 @pytest.mark.slow
 def test_scores_are_those_of_attention_maps() -> None:
     model = load(keyhole.tiny(), device="cpu")
-    tasks = ("recall", "vartrack", "multivalue")
-    items = [make(task, 384 - seed, seed) for task in tasks for seed in range(2)]
+    # Seeds of texts in which some block stands out: in one of six it does.
+    seeds = {"recall": (7, 8), "vartrack": (2, 8), "multivalue": (1, 3)}
+    items = [make(task, 384 - seed, seed) for task, own in seeds.items() for seed in own]
     documents = [
         model.tokenizer(item.context, add_special_tokens=False).input_ids for item in items
     ]
@@ -157,9 +163,9 @@ def test_texts_are_cut_into_documents(wide: Model) -> None:
 
 
 def test_uninformative_documents_are_refused(wide: Model) -> None:
-    with pytest.raises(ConfigError, match="at least 11 blocks; the longest has 10"):
+    with pytest.raises(ConfigError, match="at least 14 blocks; the longest has 10"):
         measure(wide, [[5] * 80], block_size=BLOCK)
-    with pytest.raises(ConfigError, match="at least 11 blocks; the longest has 0"):
+    with pytest.raises(ConfigError, match="at least 14 blocks; the longest has 0"):
         measure(wide, [], block_size=BLOCK)
     with pytest.raises(ConfigError, match=r"token id 5000 .* 0 to 271"):
         measure(wide, [[5, 5000]], block_size=BLOCK)

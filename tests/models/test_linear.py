@@ -38,6 +38,20 @@ def test_layers_of_other_classes_and_devices_are_left_alone():
     assert type(network[0]) is Special
 
 
+class Coded(torch.Tensor):
+    """As torchao keeps codes: the address of its data is not that of numbers."""
+
+
+def test_weights_of_another_class_are_left_alone():
+    """A process crashed on a checkpoint of torchao."""
+    coded, none = nn.Linear(4, 4), nn.Linear(4, 4)
+    coded.weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Coded), requires_grad=False)
+    del none.weight  # as compressed-tensors, which has codes in its place
+    speed_up_linear(nn.Sequential(coded, none), torch.device("cpu"))
+    assert type(coded) is nn.Linear
+    assert type(none) is nn.Linear
+
+
 @pytest.fixture
 def anybody(monkeypatch, tmp_path):
     """A processor of any maker: writes what the system says of it."""

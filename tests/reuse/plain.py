@@ -133,28 +133,37 @@ def encode(network: Network, ids: list[int], block_size: int) -> Stored:
         stored.values.append(v)
         q, k = network.rotate(q, places), network.rotate(k, places)
         weights = [network.weights_of_attention(h, q, k, causal) for h in range(network.heads)]
-        facts = statistics(torch.stack(weights).mean(0), block_size)
+        facts = statistics(torch.stack(weights), block_size)
         for name, what in zip(("representatives", "received", "alpha"), facts, strict=True):
             getattr(stored, name).append(what)
         x = network.finish(layer, x, network.attend(q, k, v, causal))
     return stored
 
 
-def statistics(weights: Tensor, block_size: int) -> tuple[list[int], list[float], list[float]]:
+def statistics(heads: Tensor, block_size: int) -> tuple[list[int], list[float], list[float]]:
     """Representative, mean received attention and alpha of every block (appendix A.1).
 
-    weights [n, n]: mean over heads; row t is what token t reads. The very last token is read by
-    none: it receives 0.
+    heads [Hq, n, n]: weights of each head; row t is what token t reads. All is over distances 1 to
+    block_size, of shares: a head's weights of the block_size tokens before a token, by their sum;
+    the mean over heads. A representative has the highest mean over the distances that it has; the
+    very last token is read by none: it receives 0. Infinity where a distance is missing, or a token
+    that reads it has fewer tokens before it.
     """
-    n = len(weights)
-    received = [float(weights[t + 1 :, t].mean()) if t + 1 < n else 0.0 for t in range(n)]
+    n = heads.shape[1]
+    shares: list[list[float]] = [[] for _ in range(n)]
+    for t in range(1, n):
+        before = heads[:, t, max(0, t - block_size) : t]
+        for s, share in enumerate((before / before.sum(1, keepdim=True)).mean(0).tolist()):
+            shares[max(0, t - block_size) + s].append(share)
+    total = [sum(y) / len(y) if y else 0.0 for y in shares]
     representatives, mean, alpha = [], [], []
     for start in range(0, n, block_size):
         block = range(start, min(start + block_size, n))
-        best = max(block, key=lambda t: (received[t], -t))
+        best = max(block, key=lambda t: (total[t], -t))
         representatives.append(best)
-        mean.append(received[best])
-        alpha.append(decay(weights[best + 1 :, best]))
+        whole = best + 1 >= block_size and best + block_size < n
+        mean.append(total[best] if whole else math.inf)
+        alpha.append(decay(torch.tensor(shares[best])) if whole else math.inf)
     return representatives, mean, alpha
 
 

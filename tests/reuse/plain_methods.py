@@ -221,7 +221,8 @@ def sam_kv(prompt: Prompt, settings: Settings) -> Choice:
         for d, b in chosen[layer]:
             kept[layer, list(prompt.block(d, b, size))] = True
             record = prompt.records[d]
-            mean, deviation = spread([a for a in record.alpha[layer] if math.isfinite(a)])
+            alphas = [record.alpha[layer][other] for other in middle[d]]
+            mean, deviation = spread([a for a in alphas if math.isfinite(a)])
             if record.alpha[layer][b] < mean - settings.outlier_sigmas * deviation:
                 again[prompt.offsets[d] + record.representatives[layer][b]] = True
         if settings.recompute:

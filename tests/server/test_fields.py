@@ -124,6 +124,7 @@ KEYS = {
     "kv_bytes_read",
     "offloaded_layers",
     "sequence_ratio",
+    "held_ratio",
     "recompute_ratio",
 }
 

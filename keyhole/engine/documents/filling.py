@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.kept_tokens import NO_PAGE, PageList
+from keyhole.cache.packing import Packing
 from keyhole.documents.store import StoredDocument
 from keyhole.reuse.base import Reuse
 
@@ -58,6 +59,7 @@ class Reused:
 
     documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
+    held_ratio: tokens of a layer for which pages are held / tokens of the documents.
     recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
     bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
     of all tokens of documents. recomputed: bool [L, T], what each layer computed again of these.
@@ -67,6 +69,7 @@ class Reused:
     lengths: Sequence[int]
     shares: tuple[float, ...] | None
     sequence_ratio: float
+    held_ratio: float
     recompute_ratio: float
     tokens_not_computed: int
     bytes_read: int
@@ -78,12 +81,14 @@ class Reused:
 class Filled:
     """The result of filling.
 
-    end: the tokens before the question. kept: bool [L, end], those that each layer has; None: all.
-    reused: the statistics.
+    end: the tokens before the question. kept: bool [L, end], those that each layer has, by place
+    if they are packed; None: all. packing: their places; None: each is at its position. reused: the
+    statistics.
     """
 
     end: int
     kept: Tensor | None
+    packing: Packing | None
     reused: Reused
 
 

@@ -14,6 +14,7 @@ import torch
 
 from keyhole.config import is_count, require
 from keyhole.documents.record import DocumentRecord
+from keyhole.documents.search import BM25, Retriever
 from keyhole.documents.source import BLOCK_SIZE, default_place, metadata_text
 from keyhole.documents.store import (
     DocumentInfo,
@@ -44,6 +45,8 @@ class Documents:
 
     place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
     when there is more; None: no limit. check: as for `DocumentStore`.
+    retriever: finds documents for methods that open only some of them; by default BM25 over their
+    texts. Set an `EmbeddingSearch` to compare vectors instead.
     ConfigError for a model whose positions cannot be shifted.
     """
 
@@ -60,6 +63,7 @@ class Documents:
         self.store = DocumentStore(
             self.place, fingerprint(engine.model), limit_bytes=limit_bytes, check=check
         )
+        self.retriever: Retriever = BM25(self.store.folder / "search.sqlite")
 
     def add(
         self,
@@ -137,6 +141,31 @@ class Documents:
                 record = self._encode(name, source, self.store.info(name).block_size)
                 self.store.add(name, source, record, overwrite=True)
         return problems
+
+    def choose(self, question: str, names: Sequence[str], max_documents: int) -> builtins.list[str]:
+        """The `max_documents` of `names` that match the question best, in the order of `names`.
+
+        Asks `retriever`, and opens no record. Documents that it does not find are taken in order
+        until there are as many; a name that occurs twice counts once, and stays twice.
+        UnknownNameError for a name that is not stored, with the nearest one.
+        """
+        wanted = dict.fromkeys(names)
+        known = {info.name: info for info in self.list()}
+        for name in wanted:
+            if name not in known:
+                self.get(name)
+        self.retriever.update(builtins.list(known.values()), self._text_now)
+        found = [one.name for one in self.retriever.search(question, len(known))]
+        ranked = dict.fromkeys([*(name for name in found if name in wanted), *wanted])
+        chosen = set(builtins.list(ranked)[:max_documents])
+        return [name for name in names if name in chosen]
+
+    def _text_now(self, name: str) -> str | None:
+        """The text of a document; None if it is damaged or has just been removed."""
+        try:
+            return self.text(name)
+        except RequestError:
+            return None
 
     def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
         """Opens a document; it cannot be deleted until it is closed.

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole import kernels
 from keyhole.cache.kept_tokens import PageList
+from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.documents.integrity import RecordError
@@ -165,6 +167,34 @@ class DocumentPrefill:
             self._policy.on_append(self._cache.keys[layer], data, there, filled)
             yield
 
+    @property
+    def packs(self) -> bool:
+        """Whether layers may store different tokens in one page.
+
+        Sliding windows of the model look at positions, which places are not.
+        """
+        windows = [layer.window for layer in self._cache.geometry.layers]
+        return self._policy.selects_per_layer and all(window is None for window in windows)
+
+    def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
+        """Copies the tokens of each layer where `packing` has them, one layer per iteration.
+
+        before: the page table by which they are found.
+        """
+        cache = self._cache
+        cleared = self.send(pages.listed_pages()) if any(cache.data) else None
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            positions, places = packing.moves(layer)
+            tokens, shared = self.send(positions), cache.geometry.layers[layer].shared_values
+            key = kernels.gather_tokens(keys, before, tokens)
+            value = None if shared else kernels.gather_tokens(values, before, tokens)
+            if cleared is not None:  # summaries see nothing of former tokens
+                keys[cleared] = 0
+                values[cleared] = 0
+            slots = self.send(pages.slots(places))
+            kernels.append(keys, None if shared else values, key, value, slots)
+            yield
+
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
         return Loader(context, self._cache, self._rope_shift, self._model.device)
@@ -212,11 +242,15 @@ class _Prompt:
             deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
-        yield from self._write(plan)
-        return Filled(self._context.end, self._kept_everywhere(plan), self._report(plan))
+        packing = yield from self._write(plan)
+        kept = self._kept_everywhere(plan) if packing is None else packing.kept
+        return Filled(self._context.end, kept, packing, self._report(plan))
 
-    def _write(self, plan: RecomputePlan) -> _Work[None]:
-        """Loads and computes what the plan names; releases all other pages."""
+    def _write(self, plan: RecomputePlan) -> _Work[Packing | None]:
+        """Loads and computes what the plan names; releases all other pages.
+
+        Returns where it is, if it is not at its positions.
+        """
         again = plan.recomputed.any(0)
         needed = plan.kept | again
         places = self._documents[needed.any(0).numpy()]
@@ -227,10 +261,28 @@ class _Prompt:
         yield from self._compute(plan, again)
         places = self._documents[plan.kept.any(0).numpy()]
         self._pages.keep(np.concatenate([self._always, places]))
-        yield from _each("summarise", self._owner.summarise(self._pages))
         if self._head is not None:
             rows = np.union1d(self._loose, places)
             yield from _each("head", self._head.write(rows, self._pages))
+        kept = self._kept_everywhere(plan)
+        packing = None
+        if kept is not None and self._owner.packs:
+            packing = Packing.of(kept, self._owner.page_size)
+            yield from self._pack(packing)
+        yield from _each("summarise", self._owner.summarise(self._pages))
+        return packing
+
+    def _pack(self, packing: Packing) -> _Work[None]:
+        """Moves what each layer keeps to its places, and releases the other pages."""
+        yield "pages"
+        before = self._owner.send(self._pages.table())
+        places = np.append(np.flatnonzero(packing.kept.any(0).numpy()), self._context.end - 1)
+        if not self._pages.move(places):
+            self._owner.evict(len(places) // self._owner.page_size + 1)
+            if not self._pages.move(places):
+                raise OutOfPages
+        yield from _each("pack", self._owner.move(before, self._pages, packing))
+        self._pages.settle()
 
     def _need(self, positions: np.ndarray) -> _Work[None]:
         """Allocates pages for these positions; evicts cached prefixes if needed."""
@@ -257,12 +309,18 @@ class _Prompt:
             lengths=[document.length for document in self._context.documents],
             shares=plan.shares,
             sequence_ratio=float(plan.kept.float().mean()),
+            held_ratio=self._held() / plan.kept.shape[1],
             recompute_ratio=float(again.float().mean()),
             tokens_not_computed=int((~again).sum()),
             bytes_read=self._loader.bytes_read,
             kept=plan.kept,
             recomputed=plan.recomputed,
         )
+
+    def _held(self) -> int:
+        """The slots of a layer in the pages before the question, less prefix and separators."""
+        size, end = self._owner.page_size, self._context.end
+        return len(self._pages.present()) * size - -end % size - len(self._loose)
 
     def _checked(self, plan: RecomputePlan) -> RecomputePlan:
         kept, again = plan.kept.cpu(), plan.recomputed.cpu()

@@ -47,13 +47,16 @@ def assemble(
     Every part is tokenised alone, so that it contains the stored tokens unchanged. Documents stay
     open until `stack` is closed; if the caller does not hold the engine's lock, other threads'
     steps continue while they are opened. chat: prefix, documents and question are the user's
-    message of the model's chat template.
+    message of the model's chat template. With `Reuse.max_documents` only as many documents are
+    opened and placed.
     """
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():
         raise RequestError("the question is empty; ask something")
     if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
+    if reuse.max_documents is not None and len(set(names)) > reuse.max_documents:
+        names = documents.choose(_text_of(tokenizer, question), names, reuse.max_documents)
     opened: dict[str, StoredDocument] = {}
     for name in names:  # a name that occurs twice is opened once
         if name not in opened:
@@ -76,6 +79,19 @@ def assemble(
         return DocumentPrompt(tokens, None)
     every = tuple(opened[name] for name in names)
     return DocumentPrompt(tokens, Context(every, tuple(offsets), end, len(begin), reuse))
+
+
+def _text_of(tokenizer: Any, question: Prompt) -> str:
+    """The text that documents are compared with."""
+    ids = given_ids("a question", question)
+    if ids is None:
+        return str(question)
+    if tokenizer is None:
+        raise RequestError(
+            "documents are compared with the text of a question, and this model has no tokenizer; "
+            "leave max_documents out"
+        )
+    return str(tokenizer.decode(ids))
 
 
 def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str]:

@@ -20,7 +20,8 @@ from torch import Tensor
 from keyhole.documents.record import LayerStatistics
 from keyhole.drawing import FAINT, INK, PALE, matplotlib, picture
 from keyhole.engine.documents.filling import Reused
-from keyhole.reuse.block_scores import outliers
+from keyhole.reuse.block_scores import only_middle, outliers
+from keyhole.reuse.sam_kv import default_ends
 
 _DARK, _MARK = "#0b6e75", "#e08e4f"
 _DOCUMENT_WIDTH = 9.0
@@ -39,8 +40,8 @@ def document_chart(
 ) -> None:
     """Writes a PNG: blocks ranked within their layer, by alpha above, by attention below.
 
-    Dark blocks matter most. Blocks that are outliers of alpha are framed: SamKV recomputes a token
-    of them if it keeps them. ConfigError if the file cannot be written.
+    Dark blocks matter most. Middle blocks that are outliers of alpha are framed: SamKV recomputes a
+    token of them if it keeps them. ConfigError if the file cannot be written.
     """
     colors = matplotlib()[1]
     alpha = torch.stack([layer.alpha for layer in layers])
@@ -53,7 +54,7 @@ def document_chart(
         _map(axes[0], 1 - ranks(alpha).numpy(), shades)
         axes[0].set_title("slowest decay of the received attention (alpha)")
         axes[0].set_title(subtitle, loc="right", fontsize=8, color=FAINT)
-        _frame_outliers(axes[0], outliers(alpha).numpy())
+        _frame_outliers(axes[0], outliers(only_middle(alpha, default_ends(alpha.shape[1]))).numpy())
         _map(axes[1], ranks(received).numpy(), shades)
         axes[1].set_title("most attention received")
         axes[1].set_xlabel("block")

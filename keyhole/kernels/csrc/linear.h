@@ -74,9 +74,15 @@ struct Inputs {
     int64_t sums_stride;
 };
 
-// R outputs of H tokens: out[h][r], of rows of kTile.
+[[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
+    if (ask_second_level) __builtin_prefetch(p, 0, 2);
+    else __builtin_prefetch(p);
+}
+
+// R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
 template <class T, int bits, int H, int R>
-static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64_t row, float* out) {
+static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead,
+                               float* out) {
     using P = Product<T>;
     constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
@@ -106,9 +112,14 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
         }
         g++;
     };
+    // Rows are a kilobyte or two, too short for the processor to notice streams: the rows that come
+    // next are asked for a line at a time.
+    constexpr int line_inputs = 64 * 8 / bits;
     for (int64_t i = 0; i < a.I; i += 2 * kHalf) {
         const auto* x = in.rows + i;
         const uint8_t* p = from + i * bits / 8;
+        if (ahead && i % line_inputs == 0)
+            for (int r = 0; r < R; r++) ask_for(p + (R + r) * row_bytes);
         for (int j = 0; j < kHalf; j += P::step)
             for (int r = 0; r < R; r++) {
                 const auto key = P::template code<bits == 4 ? lower_half : whole_byte>(
@@ -133,12 +144,12 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
 // `count` outputs of H tokens.
 template <class T, int bits, int H>
 static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64_t first,
-                               int64_t count, float* out) {
+                               int64_t count, bool ahead, float* out) {
     constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
     constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
     int64_t r = 0;
-    for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, out + r);
-    for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, out + r);
+    for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
+    for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
 }
 
 template <class T, int bits>
@@ -147,7 +158,10 @@ static void packed_linear_in(const PackedLinear& a) {
     using Query = typename P::Query;
     constexpr int W = Vector::width, most = W / 2;
     const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
-    const int64_t sums_stride = rounded_up(groups, W), blocks = (a.O + kTile - 1) / kTile;
+    const int64_t sums_stride = rounded_up(groups, W);
+    // Rows in order, so that most are prefetched, and enough pieces for all threads.
+    const int64_t tiles = (a.O + kTile - 1) / kTile, threads = omp_get_max_threads();
+    const int64_t piece = tiles >= 16 * threads ? 4 : 1;
     auto* sums = static_cast<float*>(
         workspace(1, a.T * (sums_stride * sizeof(float) + stride * sizeof(Query))));
     auto* rows = reinterpret_cast<Query*>(sums + a.T * sums_stride);
@@ -162,21 +176,25 @@ static void packed_linear_in(const PackedLinear& a) {
             sums[t * sums_stride + g] = total(sum);
         }
     }
-    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
-        const int64_t first = block * kTile, count = a.O - first < kTile ? a.O - first : kTile;
+    const auto compute = [&](int64_t first) {
+        const int64_t count = a.O - first < kTile ? a.O - first : kTile;
         for (int64_t t = 0; t < a.T;) {
+            const bool ahead = t == 0;
             float out[most * kTile];
             const Inputs<T> in{rows + t * stride, stride, sums + t * sums_stride, sums_stride};
             const int64_t left = a.T - t;
             int64_t H = 1;
-            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, first, count, out), H = most;
-            else if (left >= 4) packed_tile<T, bits, 4>(a, in, first, count, out), H = 4;
-            else if (left >= 2) packed_tile<T, bits, 2>(a, in, first, count, out), H = 2;
-            else packed_tile<T, bits, 1>(a, in, first, count, out);
+            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, first, count, ahead, out), H = most;
+            else if (left >= 4) packed_tile<T, bits, 4>(a, in, first, count, ahead, out), H = 4;
+            else if (left >= 2) packed_tile<T, bits, 2>(a, in, first, count, ahead, out), H = 2;
+            else packed_tile<T, bits, 1>(a, in, first, count, ahead, out);
             for (int64_t h = 0; h < H; h++, t++)
                 finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,
                                static_cast<T*>(a.out) + t * a.O);
         }
+    };
+    for_each((tiles + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
+        for (int64_t i = at * piece; i < tiles && i < (at + 1) * piece; i++) compute(i * kTile);
     });
 }
 

@@ -26,7 +26,7 @@ from keyhole.kernels import PackedWeight
 from keyhole.models.weights.weight_format import WeightFormat
 
 #: Tokens up to which the products with codes are faster than unpacking (benchmarks/LOG.md).
-_FEW = 16
+_FEW = 32
 #: Weights that are unpacked at a time: in 16 bits they stay in a processor's cache.
 _AT_ONCE = 1 << 20
 #: Inputs of a layer must be a multiple of this, and of the group size.

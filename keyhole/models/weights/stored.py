@@ -8,19 +8,37 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from transformers.quantizers.auto import AutoHfQuantizer
+
 from keyhole.errors import ConfigError, ModelError
 from keyhole.models.weights.weight_format import WeightFormat
+
+
+def require_known(config: Any, name: str) -> None:
+    """ModelError for a format that transformers does not know; it would ignore the scales."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and not AutoHfQuantizer.supports_quant_method(_fields(stored)):
+        method = _fields(stored).get("quant_method")
+        raise ModelError(
+            f"the weights of {name!r} are stored as {method!r}, which this transformers does not "
+            "know: give another checkpoint of the model, or a newer transformers"
+        )
 
 
 def require_unpacked(config: Any, wanted: WeightFormat, name: str) -> None:
     """ConfigError for a checkpoint that is stored in few bits."""
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        fields = stored if isinstance(stored, dict) else stored.to_dict()
+        method = _fields(stored).get("quant_method")
         raise ConfigError(
-            f"the weights of {name!r} are stored as {fields.get('quant_method')} already: leave "
+            f"the weights of {name!r} are stored as {method} already: leave "
             f"weights {wanted.name!r} out, or give the checkpoint that they were made of"
         )
+
+
+def _fields(stored: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
+    return fields
 
 
 #: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.

@@ -1,0 +1,60 @@
+"""Packs the kept tokens of a prompt, so that its pages hold little but kept tokens.
+
+Layers may keep different tokens of stored documents. A page spans all layers, so at its tokens' own
+positions it stays as long as any layer keeps one of them. Keys are rotated already, and attention
+does not depend on the order of keys; so each layer's kept tokens move together, and page i of one
+layer then holds other tokens than page i of another. If layers keep equally many tokens, as under
+SamKV, nothing is held that no layer reads, except in the first and last page.
+
+A *place* is where a layer stores a token: a position of the page list. The first page of kept
+tokens stays at the beginning, and the others end where the question begins, in order: attention
+sinks and recent tokens, as policies know them, are the first and last kept ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The places of a prompt's tokens before the question.
+
+    kept: bool [L, C], the places that each layer uses. positions: int64 [L, C], the position of the
+    token in each of them; -1 in the others.
+    """
+
+    kept: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, kept: Tensor, page_size: int) -> Packing:
+        """For layers that keep the tokens bool [L, C], on the CPU."""
+        places = torch.zeros_like(kept)
+        positions = torch.full(kept.shape, -1, dtype=torch.int64)
+        length = kept.shape[1]
+        for layer, row in enumerate(kept):
+            tokens = row.nonzero()[:, 0]
+            first = min(len(tokens), page_size)
+            places[layer, :first] = True
+            places[layer, length - (len(tokens) - first) :] = True
+            positions[layer, places[layer]] = tokens
+        return cls(places, positions)
+
+    def moves(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of a layer's tokens, and their places: int64 [n] each, ascending."""
+        places = self.kept[layer].numpy().nonzero()[0]
+        return self.positions[layer].numpy()[places], places
+
+    def at_positions(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Marks of tokens by place, bool [H, N], as marks by position; later tokens stay."""
+        found = np.zeros_like(tokens)
+        end = self.kept.shape[1]
+        found[:, end:] = tokens[:, end:]
+        positions, places = self.moves(layer)
+        found[:, positions] = tokens[:, places]
+        return found

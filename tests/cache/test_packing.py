@@ -1,0 +1,93 @@
+"""Kept tokens of a prompt move together, in order, layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.cache.kept_tokens import NO_PAGE, PageList
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.packing import Packing
+from keyhole.cache.pages import PageCache
+
+
+@st.composite
+def kept_tokens(draw: st.DrawFn) -> torch.Tensor:
+    """Bool [3, C], with and without equally many in every layer."""
+    length = draw(st.integers(1, 70))
+    rows = draw(st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=3))
+    return torch.tensor(rows[:3])
+
+
+@given(kept_tokens(), st.sampled_from([1, 4, 16]))
+def test_a_token_has_one_place_and_a_place_one_token(kept: torch.Tensor, size: int) -> None:
+    packing = Packing.of(kept, size)
+    for layer, row in enumerate(kept):
+        tokens = row.nonzero()[:, 0].tolist()
+        places = packing.kept[layer].nonzero()[:, 0].tolist()
+        first, rest = tokens[:size], tokens[size:]
+        end = kept.shape[1]
+        assert places == [*range(len(first)), *range(end - len(rest), end)]
+        assert [int(packing.positions[layer, place]) for place in places] == tokens
+        assert (packing.positions[layer][~packing.kept[layer]] == -1).all()
+        found, at = packing.moves(layer)
+        assert (found.tolist(), at.tolist()) == (tokens, places)
+
+
+@given(kept_tokens())
+def test_marks_by_place_become_marks_by_position(kept: torch.Tensor) -> None:
+    packing, end = Packing.of(kept, 4), kept.shape[1]
+    for layer in range(len(kept)):
+        positions, places = packing.moves(layer)
+        marks = np.zeros((2, end + 3), bool)
+        marks[0, places[::2]] = marks[1, end] = True
+        found = packing.at_positions(layer, marks)
+        assert found[0].nonzero()[0].tolist() == positions[::2].tolist()
+        assert found[1].nonzero()[0].tolist() == [end]
+
+
+def cache(max_pages: int) -> PageCache:
+    layer = LayerLayout(num_kv_heads=1, key_dim=2, value_dim=2)
+    geometry = Geometry(layers=(layer,), num_query_heads=1, page_size=4, itemsize=4)
+    return PageCache(geometry, max_pages, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_pages_serve_other_positions_and_the_rest_is_freed_later() -> None:
+    pages = cache(9)
+    table = PageList(pages, 40)
+    assert table.need(np.array([2, 9, 17, 21, 38]))  # entries 0, 2, 4, 5 and 9
+    before = table.table()
+    assert table.move(np.array([1, 26, 30, 39]))  # entries 0, 6, 7 and 9
+    listed = np.array(table.listed(40))
+    assert (listed != NO_PAGE).nonzero()[0].tolist() == [0, 6, 7, 9]
+    assert listed[[0, 9]].tolist() == before[[0, 9]].tolist()
+    assert set(listed[[6, 7]]) < set(before[[2, 4, 5]])
+    assert pages.in_use == 5
+    assert sorted(table.present()) == sorted(before[[0, 2, 4, 5, 9]])
+    table.settle()
+    assert sorted(table.present()) == sorted(table.listed_pages())
+    assert pages.in_use == 4
+    pages.check_integrity([table.present().tolist()])
+
+
+def test_pages_are_allocated_where_there_are_too_few() -> None:
+    pages = cache(4)
+    table = PageList(pages, 40)
+    assert table.need(np.array([0, 9]))
+    assert not table.move(np.arange(40))
+    assert table.move(np.arange(12, 28))
+    table.settle()
+    assert pages.in_use == 4
+    table.release()
+    assert pages.in_use == 0
+
+
+def test_what_is_left_over_is_released_too() -> None:
+    pages = cache(4)
+    table = PageList(pages, 40)
+    assert table.need(np.array([0, 9, 20]))
+    assert table.move(np.array([39]))
+    table.release()
+    assert pages.in_use == 0

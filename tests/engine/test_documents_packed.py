@@ -1,0 +1,209 @@
+"""What a question holds of stored documents is what its layers keep."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keyhole import LLM, SamplingParams
+from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.engine.documents.prefill import DocumentPrefill
+from keyhole.engine.sequence import Sequence
+from keyhole.policies import make_policy
+from keyhole.reuse import make_reuse
+from tests.checkpoints import make_model
+from tests.engine.asking import BLOCK, WIDE, assembled, assert_near, tokens
+from tests.engine.test_documents import Masks
+
+NAMES = ["a", "b", "c", "d"]
+LENGTH = 160
+TEXTS = {name: tokens(LENGTH, seed) for seed, name in enumerate(NAMES)}
+PREFIX, SEPARATOR, QUESTION = [1], [5], tokens(9, 99)
+SAM_KV = make_reuse("sam_kv", {"block_size": BLOCK, "share": 0.5, "stable_layers": [0]})
+#: Policies under which each layer selects by itself, with a budget below and above the prompt.
+PER_LAYER = {
+    "full": {},
+    "sliding_window": {"token_budget": 4096},
+    "streaming_llm": {"token_budget": 4096},
+    "random": {"token_budget": 4096},
+    "oracle": {"token_budget": 4096},
+    "quest": {"token_budget": 4096},
+    "raas": {"token_budget": 4096},
+}
+ACROSS_LAYERS = ["delta", "omnikv", "tidal_decode"]
+
+
+def started(folder: Path, layers: int, policy: Any = None) -> LLM:
+    path = make_model("llama", folder, num_hidden_layers=layers, **WIDE)
+    store = folder / "store"
+    llm = LLM(path, device="cpu", page_size=4, policy=policy, documents=store)
+    for name, ids in TEXTS.items():
+        llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+def begin(llm: LLM, stack: ExitStack, reuse: Any = SAM_KV, **params: Any) -> Sequence:
+    """A question after its second token, before its end."""
+    method = reuse.resolve(llm.engine.geometry)
+    asked = assembled(llm, stack, NAMES, QUESTION, method, PREFIX, SEPARATOR)
+    chosen = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, **params)
+    sequence = llm.engine.add(asked.tokens, chosen, context=asked.context, keep_logits=True)
+    while len(sequence.generated) < 2:
+        llm.engine.step()
+    llm.engine.check_integrity()
+    return sequence
+
+
+def finish(llm: LLM, sequence: Sequence) -> torch.Tensor:
+    """All logits of an answer, [6, vocabulary]."""
+    while not sequence.is_finished:
+        llm.engine.step()
+    assert sequence.error is None
+    llm.engine.check_integrity()
+    assert llm.engine.cache.in_use == llm.engine.cache.num_aside
+    return torch.stack(sequence.logits)
+
+
+def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
+    """Bytes of the tensors of its pages before the question, and of what layers keep there."""
+    cache, end = llm.engine.cache, len(sequence.prompt) - len(QUESTION)
+    entries = sequence.pages[: -(-end // cache.page_size)]
+    pages = [page for page in entries if page != NO_PAGE]
+    held = kept = 0
+    assert sequence.reused is not None
+    others = end - len(NAMES) * LENGTH  # prefix and separators
+    for layer, row in enumerate(sequence.reused.kept):
+        one = cache.keys[layer][:1].nbytes + cache.values[layer][:1].nbytes
+        held += len(pages) * one
+        kept += (int(row.sum()) + others) * one // cache.page_size
+    return held, kept
+
+
+@pytest.mark.parametrize("layers", [6, 16, 32])
+def test_a_question_holds_what_its_layers_keep(layers: int, folder: Path) -> None:
+    llm = started(folder / str(layers), layers)
+    with ExitStack() as stack:
+        sequence = begin(llm, stack)
+        held, kept = held_and_kept(llm, sequence)
+        assert kept <= held <= 1.1 * kept
+        reused = sequence.reused
+        assert reused is not None
+        union = float(reused.kept.any(0).float().mean())
+        assert reused.sequence_ratio < union / 1.1  # so that there was something to pack
+        assert reused.sequence_ratio <= reused.held_ratio <= 1.1 * reused.sequence_ratio
+        assert sequence.stats().held_ratio == reused.held_ratio
+        finish(llm, sequence)
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_answers_are_those_over_tokens_at_their_positions(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy(name, PER_LAYER[name])
+    llm = started(folder / name, 3, policy)
+    with ExitStack() as stack:
+        packed = finish(llm, begin(llm, stack))
+        monkeypatch.setattr(DocumentPrefill, "packs", False)
+        sequence = begin(llm, stack)
+        held, kept = held_and_kept(llm, sequence)
+        assert held > 1.1 * kept
+        assert_near(packed, finish(llm, sequence))
+
+
+@pytest.mark.parametrize("name", ACROSS_LAYERS)
+def test_tokens_stay_at_their_positions_where_layers_share_a_selection(
+    name: str, folder: Path
+) -> None:
+    """A selection of pages means the same tokens in every layer that reads it."""
+    settings = {"token_budget": 64}
+    llm = started(folder / name, 6, make_policy(name, settings))
+    with ExitStack() as stack:
+        sequence = begin(llm, stack)
+        assert sequence.reused is not None
+        assert sequence.kept is not None
+        end = len(sequence.prompt) - len(QUESTION)
+        documents = torch.zeros(end, dtype=torch.bool)
+        for i in range(len(NAMES)):
+            start = len(PREFIX) + i * (LENGTH + len(SEPARATOR))
+            documents[start : start + LENGTH] = True
+        assert torch.equal(sequence.kept[:, documents], sequence.reused.kept)
+        union = float(sequence.reused.kept.any(0).float().mean())
+        assert sequence.reused.held_ratio >= union
+        finish(llm, sequence)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_keep_different_numbers_answer_alike(
+    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = started(folder / f"masks{seed}", 3)
+    random = torch.Generator().manual_seed(seed)
+    kept = torch.rand(3, len(NAMES) * LENGTH, generator=random) < torch.tensor(
+        [[0.1], [0.4], [0.9]]
+    )
+    written = kept & (torch.rand(kept.shape, generator=random) < 0.2)
+    method = Masks(kept, written, fuses=bool(seed % 2))
+    with ExitStack() as stack:
+        packed = finish(llm, begin(llm, stack, method))
+        monkeypatch.setattr(DocumentPrefill, "packs", False)
+        assert_near(packed, finish(llm, begin(llm, stack, method)))
+
+
+def test_several_questions_run_at_once(folder: Path) -> None:
+    llm = started(folder / "several", 3)
+    with ExitStack() as stack:
+        alone = finish(llm, begin(llm, stack))
+        sequences = [begin(llm, stack) for _ in range(3)]
+        while not all(sequence.is_finished for sequence in sequences):
+            llm.engine.step()
+        for sequence in sequences:
+            assert_near(torch.stack(sequence.logits), alone)
+
+
+def test_a_trace_has_positions(folder: Path) -> None:
+    """A place in a page is another token in another layer, and a trace says which."""
+    llm = started(folder / "trace", 3)
+    with ExitStack() as stack:
+        sequence = begin(llm, stack, trace=True)
+        reused = sequence.reused
+        assert reused is not None
+        finish(llm, sequence)
+    assert sequence.reads is not None
+    documents = np.concatenate(
+        [len(PREFIX) + i * (LENGTH + len(SEPARATOR)) + np.arange(LENGTH) for i in range(len(NAMES))]
+    )
+    for reads in sequence.reads:
+        for layer, kept in enumerate(reused.kept.numpy()):
+            wanted = np.ones(reads.length)
+            wanted[documents] = kept
+            np.testing.assert_array_equal(reads.shares(layer), wanted)
+
+
+def test_a_window_counts_kept_tokens(folder: Path) -> None:
+    """Sinks and recent tokens are the first and last ones that a layer keeps."""
+    policy = make_policy("streaming_llm", {"token_budget": 40, "sink_size": 3})
+    llm = started(folder / "window", 3, policy)
+    with ExitStack() as stack:
+        sequence = begin(llm, stack, trace=True)
+        assert sequence.reused is not None
+        finish(llm, sequence)
+    assert sequence.reads is not None
+    end = len(sequence.prompt) - len(QUESTION)
+    for reads in sequence.reads[1:]:
+        for layer, kept in enumerate(sequence.reused.kept.numpy()):
+            there = np.ones(end, bool)
+            for i in range(len(NAMES)):
+                start = len(PREFIX) + i * (LENGTH + len(SEPARATOR))
+                there[start : start + LENGTH] = kept[i * LENGTH : (i + 1) * LENGTH]
+            every = [*there.nonzero()[0].tolist(), *range(end, reads.length)]
+            assert reads.shares(layer).nonzero()[0].tolist() == every[:3] + every[-37:]
