@@ -49,6 +49,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "long_factor": [2.0] * 48,
             },
             "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 16384,
         },
     ),
     "dynamic RoPE": (
