@@ -126,6 +126,7 @@ def _rope(family: str, fields: dict[str, Any]) -> dict[str, Any]:
         found.setdefault("rope_type", found["type"])
     if family == "phi3" and found.get("rope_type") in ("su", "yarn"):
         found["rope_type"] = "longrope"
+    if found.get("rope_type") == "longrope":
         original = fields.get("original_max_position_embeddings")
         found.setdefault("original_max_position_embeddings", original)
     return found
