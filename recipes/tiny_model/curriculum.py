@@ -6,7 +6,7 @@ exactly the rows it would have seen; worker processes can generate them ahead of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -35,7 +35,7 @@ class Stage:
     """Positions jump ahead now and then, so that distances up to this are seen in short rows."""
 
 
-STAGES = (
+SINGLE = (
     Stage(
         until=0.6e6,
         batch=2048,
@@ -65,6 +65,42 @@ STAGES = (
         reach=15000,
     ),
 )
+"""One look-up after the other, each written out: from initial weights to the bundled model."""
+
+HOPS = (
+    Stage(
+        until=3e6,
+        batch=4096,
+        lengths={64: 2, 96: 1, 128: 1},
+        mix={"questions": 0.5, "direct": 0.2, "walk": 0.2, "walk2": 3, "derive": 0.3},
+        reach=1024,
+    ),
+    Stage(
+        until=5e6,
+        batch=4096,
+        lengths={64: 1, 128: 2, 256: 1},
+        mix={"questions": 0.8, "direct": 0.4, "walk": 0.2, "walk2": 3, "walk3": 1, "derive": 0.4},
+        reach=4096,
+    ),
+    Stage(
+        until=8e6,
+        batch=4096,
+        lengths={128: 1, 256: 2, 512: 1},
+        mix={"questions": 1.4, "direct": 0.6, "walk": 0.3, "walk2": 2, "walk3": 1.5, "derive": 0.7},
+        reach=8192,
+    ),
+    Stage(
+        until=float("inf"),
+        batch=6144,
+        lengths={256: 1.5, 512: 2, 1024: 2, 2048: 1.5, 4096: 0.6, 8192: 0.2},
+        mix={"questions": 1.4, "direct": 0.6, "walk": 0.4, "walk2": 1.7, "walk3": 2, "derive": 1.2},
+        reach=15000,
+    ),
+)
+"""Several look-ups in one step, which must happen in one layer after another: from the bundled
+model to one whose later layers look things up, too."""
+
+CURRICULA = {"single": SINGLE, "hops": HOPS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +126,9 @@ class TrainingBatch:
         )
 
 
-def stage_at(tokens: int) -> Stage:
+def stage_at(stages: Sequence[Stage], tokens: int) -> Stage:
     """Return the stage in which the token number `tokens` is seen."""
-    return next(stage for stage in STAGES if tokens < stage.until)
+    return next(stage for stage in stages if tokens < stage.until)
 
 
 def _choose(rng: Random, weights: dict[int, float]) -> int:
@@ -199,6 +235,7 @@ class FeedRows(Dataset[TrainingBatch]):
     rank: int
     num_ranks: int
     batch_scale: int
+    curriculum: str = "single"
 
     def __getitem__(self, place: _Place) -> TrainingBatch:
         """Return the batch of a step."""
@@ -219,5 +256,5 @@ class FeedRows(Dataset[TrainingBatch]):
             step += 1
 
     def _stage(self, tokens: int) -> Stage:
-        stage = stage_at(tokens)
+        stage = stage_at(CURRICULA[self.curriculum], tokens)
         return replace(stage, batch=stage.batch * self.batch_scale)

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from keyhole.eval.comparisons import wilson
-from keyhole.eval.tiny_language.tasks import TASKS, Item, make, shared
+from keyhole.eval.tiny_language.tasks import HOP_TASKS, TASKS, Item, make, shared
 from keyhole.eval.tiny_language.world import BOS, EOS, PAD, WORD_IDS
 from keyhole.models.locate import TINY_FOLDER
 from recipes.tiny_model.curriculum import TrainingBatch
@@ -94,7 +94,7 @@ RESULTS = "results.json"
 CARD = "README.md"
 _BEGIN, _END = "<!-- table -->", "<!-- end of table -->"
 _DEFAULT = TINY_FOLDER
-_ALONE = ("recall", "multikey", "walk", "derive")
+_ALONE = ("recall", "multikey", "walk", "derive", *HOP_TASKS)
 """Tasks with a context of their own."""
 _LAST_SHARED = "majority"
 """The task of the shared context that is written down last."""

@@ -24,6 +24,7 @@ constant from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -131,6 +132,29 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
         query, key = one_back + turn @ here, two_back + turn @ one_back
         _match(weights, f"model.layers.{layer}.self_attn.", config, query, key)
     return weights
+
+
+def with_repeated(weights: dict[str, Tensor], repeated: Sequence[int]) -> dict[str, Tensor]:
+    """Return the weights of a deeper model with the same function.
+
+    Behind the last of the layers `repeated` (consecutive) their copies are inserted, whose output
+    projections are zero: they add nothing yet, but have their queries and keys already.
+    """
+    count = sum(name.endswith("input_layernorm.weight") for name in weights)
+    if list(repeated) != list(range(count))[min(repeated, default=0) :][: len(repeated)]:
+        raise ValueError(f"repeated layers are {list(repeated)}; consecutive ones below {count}")
+    end = max(repeated, default=-1) + 1
+    order = [*range(end), *repeated, *range(end, count)]
+    deeper = {n: weight for n, weight in weights.items() if not n.startswith("model.layers.")}
+    for place, layer in enumerate(order):
+        copied = end <= place < end + len(repeated)
+        for name, weight in weights.items():
+            prefix = f"model.layers.{layer}."
+            if name.startswith(prefix):
+                zero = copied and name.endswith(("o_proj.weight", "down_proj.weight"))
+                new = torch.zeros_like(weight) if zero else weight.clone()
+                deeper[f"model.layers.{place}.{name.removeprefix(prefix)}"] = new
+    return deeper
 
 
 def _slow(size: int) -> Tensor:

@@ -3,6 +3,9 @@
     python -m recipes.tiny_model.train --ranks 2 --tokens 25e6
     python -m recipes.tiny_model.train --ranks 2 --resume
     python -m recipes.tiny_model.train --ranks 2 --resume --cooldown 5e6
+    python -m recipes.tiny_model.train --curriculum hops --start M --repeat-layers 1 2 --out hops
+
+With `--start` and `--repeat-layers` a model's folder M begins deeper.
 
 The run ends after `--tokens`, when the learning rate has reached zero; `--minutes`, Ctrl-C and
 SIGTERM end it early with a snapshot, from which `--resume` continues exactly.
@@ -11,12 +14,15 @@ When time runs out, `--cooldown` decays the rate to zero within that many more t
 """
 
 import argparse
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -26,6 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from torch.multiprocessing.spawn import spawn
 from tqdm.auto import tqdm
 
+from recipes.tiny_model.curriculum import CURRICULA
 from recipes.tiny_model.trainer import SNAPSHOT_FILE, Ranks, Trainer, TrainerSettings, joined
 
 _SAVE_EVERY = 180.0
@@ -92,12 +99,24 @@ def train(settings: TrainerSettings) -> None:
     stop = multiprocessing.get_context("spawn").Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    if settings.ranks == 1:
-        run(settings, Ranks(), stop)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (settings, stop, Path(folder) / "ranks")
-        spawn(_run_rank, arguments, nprocs=settings.ranks)
+    with only_run(settings.out):
+        if settings.ranks == 1:
+            run(settings, Ranks(), stop)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (settings, stop, Path(folder) / "ranks")
+            spawn(_run_rank, arguments, nprocs=settings.ranks)
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Hold the folder: a second run would overwrite the snapshots of the first."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is in use by another run; wait for its end") from None
+        yield
 
 
 def _count(text: str) -> int:
@@ -118,9 +137,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-scale", type=int, default=1, help="multiply the batches (GPU: 8)")
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare rows")
+    parser.add_argument("--start", type=Path, help="model folder whose weights to begin with")
+    parser.add_argument(
+        "--repeat-layers",
+        type=int,
+        nargs="+",
+        default=[],
+        help="with --start: layers, one after the other, of which copies are inserted behind them",
+    )
+    parser.add_argument("--curriculum", choices=CURRICULA, default="single")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
+    parser.add_argument("--examine-items", type=int, default=16, help="per task and length")
+    parser.add_argument("--examine-lengths", type=int, nargs="+", default=[512, 2048])
     train(TrainerSettings(**vars(parser.parse_args())))
 
 

@@ -8,7 +8,7 @@ so that there is always a complete one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -23,7 +24,12 @@ from transformers import LlamaConfig
 from keyhole.eval.tiny_language.tasks import TASKS
 from recipes.tiny_model.curriculum import FeedRows, TrainingBatch
 from recipes.tiny_model.examination import examine
-from recipes.tiny_model.initial import hold_share, initial_weights, shared_direction
+from recipes.tiny_model.initial import (
+    hold_share,
+    initial_weights,
+    shared_direction,
+    with_repeated,
+)
 from recipes.tiny_model.network import llama_config, supervised_logits
 from recipes.tiny_model.optimizers import Optimizers, Schedule, planned
 
@@ -77,6 +83,7 @@ def save_snapshot(
     seed: int,
     schedule: Schedule,
     rope_theta: float,
+    curriculum: str,
 ) -> None:
     """Write everything that the next step depends on."""
     new = folder / f"{SNAPSHOT_FILE}.new"
@@ -89,6 +96,7 @@ def save_snapshot(
             "seed": seed,
             "schedule": asdict(schedule),
             "rope_theta": rope_theta,
+            "curriculum": curriculum,
         },
         new,
     )
@@ -126,10 +134,13 @@ class TrainerSettings:
     device: str = "cpu"
     batch_scale: int = 1
     workers: int = 0
+    start: Path | None = None
+    repeat_layers: Sequence[int] = ()
+    curriculum: str = "single"
     layers: int = 6
     seed: int = 0
     examine_every: int = 2_000_000
-    examine_lengths: tuple[int, ...] = (512, 2048)
+    examine_lengths: Sequence[int] = (512, 2048)
     examine_items: int = 16
 
 
@@ -143,12 +154,19 @@ class Trainer:
         if settings.resume:
             state = load_snapshot(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
+            self.curriculum = state["curriculum"]
             start = state["weights"]
             self.config = config_of(state)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
-            self.config = llama_config(settings.layers)
-            start = initial_weights(self.config, self.seed)
+            self.curriculum = settings.curriculum
+            if settings.start is None:
+                self.config = llama_config(settings.layers)
+                start = initial_weights(self.config, self.seed)
+            else:
+                start = load_file(settings.start / "model.safetensors")
+                start = with_repeated(start, settings.repeat_layers)
+                self.config = llama_config(num_layers(start))
         self.weights = {k: v.to(self.device).requires_grad_() for k, v in start.items()}
         self._shared = shared_direction(self.config, self.seed).to(self.device)
         self.optimizers = Optimizers(self.weights)
@@ -172,6 +190,7 @@ class Trainer:
             rank=self.ranks.rank,
             num_ranks=self.ranks.count,
             batch_scale=self.settings.batch_scale,
+            curriculum=self.curriculum,
         )
         return rows.from_step(self.step, self.tokens, self.settings.workers)
 
@@ -227,4 +246,5 @@ class Trainer:
                 seed=self.seed,
                 schedule=self.schedule,
                 rope_theta=self.config.rope_parameters["rope_theta"],
+                curriculum=self.curriculum,
             )

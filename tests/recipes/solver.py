@@ -18,7 +18,18 @@ def solve(context: str, question: str) -> str:
         elif len(words) == 4 and words[0] == "both":
             facts[words[1], words[3]] = facts[words[2], words[3]]
     head, _, asked = question.removesuffix(" ? answer :").partition(" : ")
-    lines = _walk(facts, asked) if head == "walk" else _answer(facts, asked.split())
+    match [head, *asked.split()]:
+        case ["walk", name]:
+            lines = _walk(facts, name)
+        case ["walk", name, "twice" | "thrice" as word]:
+            lines = _ring(facts, name, word)
+        case ["question", "twice" | "thrice", name, *verbs]:
+            value = name
+            for verb in verbs:
+                value = facts[value, verb][0]
+            lines = [(name, *verbs, value)]
+        case _:
+            lines = _answer(facts, asked.split())
     return " ".join([*(" ".join([*line, "."]) for line in lines), "done"])
 
 
@@ -27,6 +38,16 @@ def _walk(facts: dict[tuple[str, str], list[str]], name: str) -> list[tuple[str,
     while name != "nobody":
         lines.append((name, "follows", facts[name, "follows"][0]))
         name = lines[-1][2]
+    return lines
+
+
+def _ring(facts: dict[tuple[str, str], list[str]], start: str, word: str) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    while not lines or lines[-1][2] != start:
+        name = reached = lines[-1][2] if lines else start
+        for _ in range({"twice": 2, "thrice": 3}[word]):
+            reached = facts[reached, "follows"][0]
+        lines.append((name, word, reached))
     return lines
 
 

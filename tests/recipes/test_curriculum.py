@@ -7,7 +7,7 @@ from keyhole.eval.tiny_language.world import EOS, WORD_IDS
 from recipes.tiny_model.curriculum import (
     KINDS,
     MAX_POSITION,
-    STAGES,
+    SINGLE,
     FeedRows,
     stage_at,
     training_batch,
@@ -24,21 +24,21 @@ def test_rows_fit_and_supervise_something(kind, length):
 
 
 def test_targets_are_the_tokens_after_the_supervised_places():
-    batch = training_batch(0, 3, 1, STAGES[-1])
+    batch = training_batch(0, 3, 1, SINGLE[-1])
     assert torch.equal(batch.targets, batch.tokens.flatten()[batch.supervised + 1])
     assert WORD_IDS[EOS] in batch.targets
 
 
 def test_positions_grow_and_stay_within_the_model():
     for step in range(20):
-        positions = training_batch(0, step, 0, STAGES[-1]).positions
+        positions = training_batch(0, step, 0, SINGLE[-1]).positions
         assert (positions.diff(dim=1) >= 1).all()
         assert positions[:, 0].eq(0).all()
         assert positions.max() < MAX_POSITION
 
 
 def test_same_step_same_rows_other_rank_other_rows():
-    first, again, other = (training_batch(0, 7, rank, STAGES[2]) for rank in (0, 0, 1))
+    first, again, other = (training_batch(0, 7, rank, SINGLE[2]) for rank in (0, 0, 1))
     assert torch.equal(first.tokens, again.tokens)
     assert first.tokens.shape == other.tokens.shape
     assert not torch.equal(first.tokens, other.tokens)
@@ -54,8 +54,8 @@ def test_the_feed_counts_the_tokens_of_all_ranks():
 
 
 def test_stages_follow_each_other():
-    assert [stage_at(tokens) for tokens in (0, 1_000_000, 10**9)] == [
-        STAGES[0],
-        STAGES[1],
-        STAGES[-1],
+    assert [stage_at(SINGLE, tokens) for tokens in (0, 1_000_000, 10**9)] == [
+        SINGLE[0],
+        SINGLE[1],
+        SINGLE[-1],
     ]

@@ -24,6 +24,7 @@ def test_the_exported_folder_is_a_standard_model_with_the_same_logits(tmp_path):
         seed=0,
         schedule=planned(1),
         rope_theta=1e5,
+        curriculum="single",
     )
     out = tmp_path / "model"
     export(tmp_path, out)

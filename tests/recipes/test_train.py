@@ -7,11 +7,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from recipes.tiny_model import trainer
-from recipes.tiny_model.curriculum import STAGES, training_batch
-from recipes.tiny_model.initial import SHARE, initial_weights, shared_direction
+from recipes.tiny_model.curriculum import SINGLE, training_batch
+from recipes.tiny_model.initial import (
+    SHARE,
+    initial_weights,
+    shared_direction,
+    with_repeated,
+)
 from recipes.tiny_model.network import llama_config, supervised_logits
 from recipes.tiny_model.optimizers import Optimizers, planned
-from recipes.tiny_model.train import run, train
+from recipes.tiny_model.train import only_run, run, train
 from recipes.tiny_model.trainer import Ranks, TrainerSettings
 
 STEPS = 3 * 2048
@@ -60,6 +65,32 @@ def test_a_run_is_not_overwritten_by_accident(settings):
         train(settings)
 
 
+def test_a_folder_takes_one_run_at_a_time(settings):
+    with (
+        only_run(settings.out),
+        pytest.raises(ValueError, match="in use by another run"),
+        only_run(settings.out),
+    ):
+        pass
+
+
+def test_a_deeper_model_begins_with_the_function_of_its_start(settings):
+    config = llama_config(3)
+    weights = initial_weights(config, 0)
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    deeper = with_repeated(weights, (1, 2))
+    batch = training_batch(0, 0, 0, SINGLE[0])
+    expected = supervised_logits(weights, batch, config, torch.float32)
+    found = supervised_logits(deeper, batch, llama_config(5), torch.float32)
+    torch.testing.assert_close(found, expected)
+    query = "self_attn.q_proj.weight"
+    assert torch.equal(deeper[f"model.layers.4.{query}"], weights[f"model.layers.2.{query}"])
+    with pytest.raises(ValueError, match="consecutive ones below 3"):
+        with_repeated(weights, (2, 3))
+
+
 @pytest.mark.slow
 def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
     torch.set_num_threads(1)
@@ -69,7 +100,7 @@ def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
 
     config = llama_config(settings.layers)
     weights = {name: weight.requires_grad_() for name, weight in initial_weights(config, 0).items()}
-    batches = [training_batch(0, 0, rank, STAGES[0]) for rank in range(2)]
+    batches = [training_batch(0, 0, rank, SINGLE[0]) for rank in range(2)]
     losses = [
         cross_entropy(
             supervised_logits(weights, batch, config, torch.bfloat16),

@@ -23,7 +23,7 @@ from keyhole.eval.tasks.materials import with_needles
 from keyhole.eval.tiny_language import documents as tiny_documents
 from keyhole.eval.tiny_language import tasks
 from keyhole.eval.tiny_language.documents import KINDS, MIN_WORDS, WHERE
-from keyhole.eval.tiny_language.tasks import TASKS, Item
+from keyhole.eval.tiny_language.tasks import HOP_TASKS, TASKS, Item
 from keyhole.eval.tiny_language.world import NAMES, NUMBERS, framed, write_world
 
 
@@ -138,7 +138,9 @@ def _stated(item: Item) -> tuple[str, ...]:
     return tuple(fact for fact in facts if item.context.count(fact) == 1)
 
 
-TINY_ITEMS = tuple(TinyItem(name=f"tiny_{task}", item=task) for task in TASKS)
+TINY_ITEMS = tuple(
+    TinyItem(name=f"tiny_{task}", item=task) for task in TASKS if task not in HOP_TASKS
+)
 
 
 _LEAST_NEEDLE_WORDS = 64

@@ -10,8 +10,11 @@ docs2       two or three hops across documents
 reference   a fact that one document states by pointing to an earlier document
 count       how many facts of a kind there are (needs all of them in one step)
 majority    what an entity likes most often (needs most of them in one step)
+direct      two or three hops in one step: the answer states the last value alone
 walk        a long chain of shuffled rules, written out
 derive      a long shuffled program, carried out; its steps need earlier generated results
+walk2       around a ring of names, two rules a step: the name between is not written
+walk3       the same, three rules a step
 
 Each written step of a walk or a derivation needs a fact of the prompt; a step of a derivation also
 needs the result of a random *earlier generated* step, so forgetting what was written is as fatal as
@@ -33,6 +36,8 @@ from random import Random
 from keyhole.eval.tiny_language.world import (
     BOS,
     EOS,
+    FILLERS,
+    HOPS,
     NAMES,
     QUESTIONS,
     STEPS,
@@ -64,6 +69,44 @@ def walk(rng: Random, length: int) -> Program:
     rng.shuffle(facts)
     context = ["rules", ":", *(word for fact in facts for word in fact)]
     return context, ["walk", ":", chain[start], "?", "answer", ":"], answer
+
+
+def walk2(rng: Random, length: int) -> Program:
+    """Go around a ring of names by two rules a step: the one between is not named."""
+    return _ring(rng, length, 2)
+
+
+def walk3(rng: Random, length: int) -> Program:
+    """Go around a ring of names by three rules a step."""
+    return _ring(rng, length, 3)
+
+
+def _ring(rng: Random, length: int, hops: int) -> Program:
+    """Write a ring of names in random order and go around it until every name has been reached.
+
+    The size of the ring is no multiple of `hops`, so no name comes twice. Texts with room for more
+    rules than there are names have filler between the rules.
+    """
+    rules = max(hops + 2, min(300, (length - 12) // 8))
+    rules -= rules % hops == 0
+    ring = rng.sample(NAMES, rules)
+    sentences = [
+        [name, "follows", following, "."]
+        for name, following in zip(ring, [*ring[1:], ring[0]], strict=True)
+    ]
+    answer = [
+        word
+        for step in range(rules)
+        for word in (ring[step * hops % rules], HOPS[hops], ring[(step + 1) * hops % rules], ".")
+    ]
+    room = length - 12 - 8 * rules
+    while room >= 4:
+        size = min(rng.randint(3, 7), room - 1)
+        sentences.append([*rng.choices(FILLERS, k=size), "."])
+        room -= size + 1
+    rng.shuffle(sentences)
+    context = ["rules", ":", *(word for sentence in sentences for word in sentence)]
+    return context, ["walk", ":", ring[0], HOPS[hops], "?", "answer", ":"], answer
 
 
 def derive(rng: Random, length: int) -> Program:
@@ -135,10 +178,13 @@ _RECIPES = {
     "reference": _Recipe(question="reference", documents=True, features=("references",)),
     "count": _Recipe(question="count", features=("likes",)),
     "majority": _Recipe(question="majority", features=("likes",)),
+    "direct": _Recipe(question="direct"),
 }
-_PROGRAMS = {"walk": walk, "derive": derive}
+_PROGRAMS = {"walk": walk, "derive": derive, "walk2": walk2, "walk3": walk3}
 
 TASKS: tuple[str, ...] = (*_RECIPES, *_PROGRAMS)
+HOP_TASKS = ("direct", "walk2", "walk3")
+"""Tasks of which a step needs several facts one after the other; "tiny" did not learn them."""
 _ROOM = 40
 """Words kept free for the frame and the longest answer of a question (multiquery: 35)."""
 
@@ -205,7 +251,7 @@ def shared(length: int, seed: int) -> list[Item]:
     The context is read once, and its cache can be used for every question.
     """
     rng = Random(f"shared/{length}/{seed}")
-    tasks = [task for task, recipe in _RECIPES.items() if recipe.density < 1]
+    tasks = [task for task, recipe in _RECIPES.items() if recipe.density < 1 and task != "direct"]
     kinds = {_RECIPES[task].question for task in tasks}
     while True:
         world = write_world(
@@ -268,6 +314,16 @@ def walk_row(rng: Random, length: int) -> Row:
     return _program_row(walk(rng, length - 4))
 
 
+def walk2_row(rng: Random, length: int) -> Row:
+    """Writes one walk by two rules a step."""
+    return _program_row(walk2(rng, length - 4))
+
+
+def walk3_row(rng: Random, length: int) -> Row:
+    """Writes one walk by three rules a step."""
+    return _program_row(walk3(rng, length - 4))
+
+
 def derive_row(rng: Random, length: int) -> Row:
     """Writes one derivation with its answer."""
     return _program_row(derive(rng, length - 4))
@@ -283,11 +339,22 @@ def _program_row(program: tuple[list[str], list[str], list[str]]) -> Row:
 
 def questions_row(rng: Random, length: int) -> Row:
     """Writes a world and asks about it until the row is full."""
-    world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
+    return _asked_row(rng, length, _QUESTION_WEIGHTS)
+
+
+def direct_row(rng: Random, length: int) -> Row:
+    """Writes a world and asks along several facts at once until the row is full."""
+    return _asked_row(rng, length, {"direct": 1.0})
+
+
+def _asked_row(rng: Random, length: int, weighted: dict[str, float]) -> Row:
+    kinds: list[str] = []
+    while not kinds:
+        world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
+        kinds = [kind for kind in weighted if is_possible(kind, world)]
     row: Row = ([BOS], [False])
     append_words(row, world.words, False)
-    kinds = [kind for kind in QUESTIONS if is_possible(kind, world)]
-    weights = [_QUESTION_WEIGHTS[kind] for kind in kinds]
+    weights = [weighted[kind] for kind in kinds]
     while True:
         kind = rng.choices(kinds, weights)[0]
         question, answer = QUESTIONS[kind](world, rng)
@@ -313,6 +380,9 @@ ROWS: dict[str, Callable[[Random, int], Row]] = {
     "questions": questions_row,
     "walk": walk_row,
     "derive": derive_row,
+    "direct": direct_row,
+    "walk2": walk2_row,
+    "walk3": walk3_row,
 }
 
 

@@ -42,12 +42,15 @@ PLACES = tuple(_LISTS["places"])
 OBJECTS = tuple(_LISTS["objects"])
 NUMBERS = tuple(str(number) for number in range(100))
 STEPS = tuple(f"s{step}" for step in range(320))
+HOPS = {2: "twice", 3: "thrice"}
+"""What marks that so many facts are followed in one step."""
 
 _WORDS = (
     *(PAD, BOS, EOS),
     *_LISTS["markers"],
     *_LISTS["verbs"],
     *(*FILLERS, *NAMES, *PLACES, *OBJECTS, *NUMBERS, *STEPS),
+    *_LISTS["hops"],
 )
 VOCABULARY_SIZE = 928
 """The words, padded to a multiple of 32 so that the output matrix has a friendly shape."""
@@ -293,6 +296,13 @@ def hops(world: World, rng: Random) -> Asked:
     return question, _sentences(*((*key, world.facts[key]) for key in path))
 
 
+def direct(world: World, rng: Random) -> Asked:
+    """Asks along two or three facts for the last value alone: `twice Elris serves owns ?`."""
+    path = rng.choice(_paths(world))
+    words = [path[0][0], *(verb for _, verb in path)]
+    return [HOPS[len(path)], *words, "?"], [*words, world.facts[path[-1]], "."]
+
+
 def vartrack(world: World, rng: Random) -> Asked:
     """Follows a chain of equal names to its number: `Dado equals ?`."""
     chain = rng.choice(world.chains)
@@ -331,12 +341,23 @@ def majority(world: World, rng: Random) -> Asked:
 
 QUESTIONS: dict[str, Callable[[World, Random], Asked]] = {
     kind.__name__: kind
-    for kind in (recall, multiquery, multivalue, hops, vartrack, reference, count, majority)
+    for kind in (
+        recall,
+        multiquery,
+        multivalue,
+        hops,
+        vartrack,
+        reference,
+        count,
+        majority,
+        direct,
+    )
 }
 
 _POSSIBLE: dict[str, Callable[[World], bool]] = {
     "multivalue": lambda world: bool(world.complete()),
     "hops": lambda world: bool(_paths(world)),
+    "direct": lambda world: bool(_paths(world)),
     "vartrack": lambda world: bool(world.chains),
     "reference": lambda world: bool(world.references),
     "count": lambda world: bool(_countable(world)),
