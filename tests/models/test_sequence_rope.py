@@ -184,9 +184,9 @@ def test_stored_documents_end_at_the_threshold(path: Path, tmp_path: Path) -> No
         model.documents.add("a", "x" * THRESHOLD)
     model.documents.add("a", "x" * 20)
     with pytest.raises(PromptTooLongError, match=r"stored documents .* at most 31 .*RoPE rotates"):
-        model.ask("y" * 15, documents="a", reuse="recompute", params=replace(GREEDY, max_tokens=1))
+        model.ask("y" * 15, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=1))
     ends = model.ask(
-        "y" * 4, documents="a", reuse="recompute", params=replace(GREEDY, max_tokens=50)
+        "y" * 4, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=50)
     )
     assert len(ends.prompt_token_ids) + len(ends.token_ids) == THRESHOLD
 
