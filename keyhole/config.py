@@ -320,6 +320,10 @@ def _or(value: Any, default: Any) -> Any:
 
 #: What may propose tokens.
 DRAFTS = ("ngram",)
+#: How keys and values may be stored: in the model's dtype, or in 8 bits with a scale per row.
+KV_DTYPES = ("auto", "int8", "fp8")
+#: Bytes of the scale of a row of 8-bit numbers.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,10 +350,15 @@ class EngineConfig:
         None, "propose tokens, checked together in one step: ngram copies earlier text; None: no"
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
+    kv_dtype: str = setting(
+        "auto", "of keys and values: int8 or fp8 halve their bytes; auto: as the model computes"
+    )
 
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
+        if self.kv_dtype not in KV_DTYPES:
+            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.draft is not None and self.draft not in DRAFTS:
             raise UnknownNameError("draft", self.draft, DRAFTS)
         if self.draft is not None and self.offload is not None:

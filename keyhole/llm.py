@@ -77,6 +77,8 @@ class LLM:
         draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
             tokens where they occurred before), or None. Results do not change.
         num_draft_tokens: Most proposed tokens of a request in a step.
+        kv_dtype: How keys and values are stored: "int8" or "fp8" in 8 bits, each key and value of a
+            head with a scale of its own, which halves their memory; "auto": as the model computes.
         documents: Where stored documents are: a folder, or a URL that fsspec supports; by default
             in the user's cache folder.
         documents_limit: Most bytes that they may take there, as a number or text.
@@ -109,6 +111,7 @@ class LLM:
         max_length: int | None = None,
         draft: str | None = None,
         num_draft_tokens: int = EngineConfig.num_draft_tokens,
+        kv_dtype: str = EngineConfig.kv_dtype,
         documents: str | Path | None = None,
         documents_limit: int | str | None = None,
         documents_check: str = "open",
@@ -127,6 +130,7 @@ class LLM:
             max_length=max_length,
             draft=draft,
             num_draft_tokens=num_draft_tokens,
+            kv_dtype=kv_dtype,
         )
         chosen = make_policy(policy)
         loaded = _loaded(model, tokenizer, device, dtype, weights)

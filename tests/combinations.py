@@ -92,10 +92,14 @@ def _pairs(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
 
 
 class Lab:
-    """Runs cells; models, stored documents and dense results are made once."""
+    """Runs cells; models, stored documents and dense results are made once.
 
-    def __init__(self, folder: Path) -> None:
+    settings: of every engine, besides those of the cell.
+    """
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self._folder = folder
+        self._settings = settings
         self.model = functools.cache(self._model)
         self.dense = functools.cache(self._dense)
 
@@ -133,6 +137,7 @@ class Lab:
                 "prefill_chunk": 64,
                 "documents": self._folder / f"{cell.family}.store",
             }
+            settings |= self._settings
             model = self.model(cell.family)
             if cell.lower:
                 roomy = LLM(model, policy, memory="1GiB", offload=lower, **settings)

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from keyhole import kernels
 from keyhole.bench import measure
 from keyhole.bench.measure import THEIRS, Captured, Launches, said
 from keyhole.bench.model import (
@@ -61,7 +62,8 @@ class KeyholeSystem:
         token_budget: int | None = None,
     ) -> None:
         self.name = name
-        config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE)
+        kv_dtype = cache.geometry.kv_dtype
+        config = EngineConfig(max_batch=batch, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
         policy = _policy(name, token_budget)
         head = head if policy.wants_head else None
         self.engine = Engine(model, policy, config, cache, head)
@@ -122,11 +124,12 @@ class Pages:
         context: int,
         steps: int,
         token_budget: int | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
         """steps: the most tokens that any engine adds to a prompt. token_budget: see
         `KeyholeSystem`.
         """
-        geometry = model.geometry(PAGE_SIZE)
+        geometry = model.geometry(PAGE_SIZE).stored_as(kv_dtype)
         self.cache = PageCache(
             geometry,
             num_pages(policies, batch, context, steps),
@@ -154,7 +157,11 @@ class Pages:
             for layer in range(numbers.num_layers):
                 for stored, draw in ((cache.keys, numbers.keys), (cache.values, numbers.values)):
                     tensor = draw(layer, sequence)
-                    stored[layer][pages] = tensor.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                    paged = tensor.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                    pool = stored[layer]
+                    pool[pages] = (
+                        kernels.quantise(paged, pool.dtype) if kernels.is_quantised(pool) else paged
+                    )
                 for own in self.systems:
                     policy = own.engine.policy
                     policy.on_append(cache.keys[layer], cache.data[layer], pages, filled)

@@ -4,11 +4,16 @@ Selected tokens are scattered over a cache of gigabytes. With 4 KiB memory pages
 them is a TLB miss (measured: benchmarks/LOG.md). On Linux a CPU tensor reserves the address space
 that it may grow to; the system provides memory as pages are written, so growth costs no time and
 only what is used is held. Elsewhere, and without address space, growth copies.
+
+The first write to a huge page takes milliseconds in a virtual machine whose host has to provide it.
+All layers of a cache write the same rows in a step, so their tensors begin at different places of a
+huge page; else all would enter a new one in the same step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import mmap
 import resource
@@ -18,9 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_HUGE_BYTES = 1 << 21
+#: A huge page.
+HUGE_BYTES = 1 << 21
 _MADV_HUGEPAGE = 14  # see madvise(2)
 _MAP_NORESERVE = 0x4000  # see mmap(2)
+#: Tensor n begins at n times this, modulo 1, of a huge page: the golden ratio spreads any number of
+#: tensors evenly.
+_STAGGER = (math.sqrt(5) - 1) / 2
+_count = itertools.count()
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: reserved memory counts as used
 
 
@@ -58,8 +68,8 @@ def _advised(tensor: Tensor) -> Tensor:
     Not for reserved memory: the first write beyond the tensor's end would take 2 MiB.
     """
     if is_lazy(tensor):
-        begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_BYTES * _HUGE_BYTES
+        begin = -(-tensor.data_ptr() // HUGE_BYTES) * HUGE_BYTES
+        end = (tensor.data_ptr() + tensor.nbytes) // HUGE_BYTES * HUGE_BYTES
         if begin < end:
             libc = ctypes.CDLL(None)
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -78,10 +88,13 @@ def _reserved(like: Tensor, most: int, *row: int) -> Tensor | None:
         return None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, size, flags=flags)
+        memory = mmap.mmap(-1, HUGE_BYTES + size, flags=flags)
     except (OSError, OverflowError):  # exceeds the address space
         return None
-    return torch.frombuffer(memory, dtype=like.dtype).view(most, *row)
+    place = int(next(_count) * _STAGGER % 1 * HUGE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+    offset = (place - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % HUGE_BYTES
+    numbers = math.prod(row) * most
+    return torch.frombuffer(memory, dtype=like.dtype, count=numbers, offset=offset).view(most, *row)
 
 
 def _is_counted() -> bool:

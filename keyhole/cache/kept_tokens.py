@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.cache.huge_pages import HUGE_BYTES, is_lazy
 from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 
+#: Free pages that a prompt of documents leaves for the next tokens of other requests.
+_LEFT = 64
 #: Marks a missing page in a sequence's list of pages.
 NO_PAGE = -1
 
@@ -41,7 +44,7 @@ class PageList:
         `clear` comes next: new pages hold what their former owner left there.
         """
         wanted = self._missing(positions)
-        fresh = self._cache.allocate(len(wanted))
+        fresh = self._cache.allocate(len(wanted), leave=_LEFT)
         if fresh is None:
             return False
         self._pages[wanted] = fresh
@@ -53,20 +56,26 @@ class PageList:
         return len(self._missing(positions))
 
     def clear(self) -> Iterator[None]:
-        """Zeroes the pages of the last `need`, a layer at each step of the iteration.
+        """Prepares the pages of the last `need`, a part of a layer at each step of the iteration.
 
-        Summaries of a page then see nothing of its former owner; without summaries there is
-        nothing to do.
+        Zeroes them, so that summaries of a page see nothing of its former owner. Without summaries
+        it writes one number of each page where the system provides memory at the first write, which
+        can take as long as half a step: a part is one huge page.
         """
         fresh, self._fresh = self._fresh, []
-        if not any(self._cache.data) or not fresh:
-            return
-        for layer in range(len(self._cache.keys)):
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-            index = torch.tensor(fresh, device=keys.device)
-            keys[index] = 0
-            values[index] = 0
-            yield
+        summaries = any(self._cache.data)
+        for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
+            if not summaries and not is_lazy(keys):
+                continue
+            size = max(1, HUGE_BYTES // (keys.stride(0) * keys.itemsize))
+            for start in range(0, len(fresh), size):
+                index = torch.tensor(fresh[start : start + size], device=keys.device)
+                if summaries:
+                    keys[index] = 0
+                    values[index] = 0
+                else:
+                    keys[index, 0, 0, 0] = 0
+                yield
 
     def _missing(self, positions: np.ndarray) -> np.ndarray:
         """The entries without a page, of those that these positions need."""

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from keyhole.config import SCALE_BYTES
+from keyhole.errors import ConfigError
 from keyhole.planner import LayerMemory, MemoryModel
 
 
@@ -27,16 +29,28 @@ class LayerLayout:
     shared_values: bool = False
     chunked: bool = False
     num_query_heads: int = 0  # for a policy's data per query head; 0 without any
+    scale_bytes: int = 0  # after every key and every value of 8-bit numbers; else 0
+    alibi: bool = False  # keys end with numbers of their position, which 8 bits would round
+
+    @property
+    def key_row(self) -> int:
+        """Elements of a stored key: its numbers, and the bytes of their scale."""
+        return self.key_dim + self.scale_bytes
+
+    @property
+    def value_row(self) -> int:
+        """Elements of a stored value, as of a key."""
+        return self.value_dim + self.scale_bytes
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers stored per token: all KV heads, keys and values."""
+        """Elements stored per token: all KV heads, keys and values."""
         return self.num_kv_heads * self.numbers_per_head
 
     @property
     def numbers_per_head(self) -> int:
-        """Numbers stored per token and KV head."""
-        return self.key_dim + (0 if self.shared_values else self.value_dim)
+        """Elements stored per token and KV head."""
+        return self.key_row + (0 if self.shared_values else self.value_row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +64,8 @@ class Geometry:
     layers: tuple[LayerLayout, ...]
     num_query_heads: int
     page_size: int
-    itemsize: int  # bytes of one cached number
+    itemsize: int  # bytes of a number of the model, and of side data
+    kv_dtype: str = "auto"  # of keys and values, as in `EngineConfig`
     calibration: Path | None = None  # file of DELTA's layers measured for this model, if any
     stability: Path | None = None  # file of SamKV's stable layers, if any
     in_model: tuple[int, ...] | None = None
@@ -72,7 +87,39 @@ class Geometry:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
-        return self.itemsize * sum(layer.numbers_per_token for layer in self.layers)
+        return self.kv_itemsize * sum(layer.numbers_per_token for layer in self.layers)
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a stored element of keys and values."""
+        return self.itemsize if self.kv_dtype == "auto" else 1
+
+    def stored_as(self, kv_dtype: str) -> Geometry:
+        """The same shape with keys and values stored in this dtype.
+
+        ConfigError where they cannot be stored in 8 bits.
+        """
+        if kv_dtype == "auto":
+            return self
+        for layer in self.layers:
+            if layer.shared_values:
+                raise ConfigError(
+                    f"kv_dtype {kv_dtype!r} cannot be used with MLA (multi-head latent "
+                    "attention), whose values are part of its keys; leave kv_dtype out"
+                )
+            if layer.alibi:
+                raise ConfigError(
+                    f"kv_dtype {kv_dtype!r} cannot be used with ALiBi, whose positions are stored "
+                    "in the keys; leave kv_dtype out"
+                )
+            for dim in (layer.key_dim, layer.value_dim):
+                if dim % SCALE_BYTES:
+                    raise ConfigError(
+                        f"kv_dtype {kv_dtype!r} needs keys and values whose size is a multiple of "
+                        f"{SCALE_BYTES}, not {dim} as this model's; leave kv_dtype out"
+                    )
+        layers = tuple(dataclasses.replace(x, scale_bytes=SCALE_BYTES) for x in self.layers)
+        return dataclasses.replace(self, layers=layers, kv_dtype=kv_dtype)
 
 
 #: Copies of a request's logits: the model's, a float32 one and a sorted one.
@@ -143,9 +190,9 @@ def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[Laye
     """
     return tuple(
         LayerMemory(
-            token_bytes=layer.numbers_per_token * geometry.itemsize,
+            token_bytes=layer.numbers_per_token * geometry.kv_itemsize,
             slot_bytes=(num_heads or layer.num_kv_heads)
-            * (layer.numbers_per_head * geometry.itemsize + _ENTRY_BYTES),
+            * (layer.numbers_per_head * geometry.kv_itemsize + _ENTRY_BYTES),
             movable=layer.window is None,
         )
         for layer in geometry.layers

@@ -23,6 +23,7 @@ from keyhole.cache import huge_pages
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.tiers import BLOCK_BYTES, Store, Tier, discard, move
 from keyhole.errors import CapacityError, is_out_of_memory
+from keyhole.kernels.reference.quantised import STORED
 
 # Pages of the first allocation; each growth doubles, so a page is moved O(1) times on average.
 _FIRST_PAGES = 64
@@ -48,13 +49,15 @@ class PageCache:
     """Pages of keys and values of all layers, and their reference counts.
 
     keys, values: per layer, [capacity, Hkv, page_size, D or Dv], views into one tensor; with shared
-        values (MLA) `values` is a view into `keys`.
+        values (MLA) `values` is a view into `keys`. In 8 bits rows have the bytes of their scale
+        too (kernels/reference/quantised.py).
     data: per layer, the policy's side data by name, [capacity, ...].
     common: side data that belongs to no layer, in the same form.
     peak_pages: the most pages that were in use at once.
     released: how many references to pages have been released so far.
     moves: how often tensors have been replaced, by a resize or a change of tier.
-    empty: a tensor without numbers, of the resident layers' dtype and device.
+    empty: a tensor without numbers, of the model's dtype and the resident layers' device.
+    empty_rows: the same, of the dtype in which keys and values are stored.
     room: grants growth of the tensors; None: they may grow to `max_pages`.
     """
 
@@ -83,8 +86,11 @@ class PageCache:
         self._aside: int | None = None
         self._stores: dict[int, Store] = {}  # offloaded layers
         self.empty = empty = torch.empty(0, dtype=dtype, device=device)
+        self.empty_rows = empty.to(STORED.get(geometry.kv_dtype, dtype))
         self._pages = [
-            empty.new_empty(0, layout.num_kv_heads, self.page_size * layout.numbers_per_head)
+            self.empty_rows.new_empty(
+                0, layout.num_kv_heads, self.page_size * layout.numbers_per_head
+            )
             for layout in geometry.layers
         ]
         self.keys, self.values = self._views()
@@ -166,7 +172,7 @@ class PageCache:
         self._settle()
         with _no_room("an offloaded layer could not be made resident again"):
             shape = self.capacity, *lower.shape[1:]
-            upper = huge_pages.new_empty(self.empty, *shape, most=self._most)
+            upper = huge_pages.new_empty(self.empty_rows, *shape, most=self._most)
         used = self._past_last
         upper[:used] = lower[:used]
         self.moves += 1
@@ -219,13 +225,21 @@ class PageCache:
             for name, tensor in self.common.items():
                 self.common[name] = _cut(tensor, count, used)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each; None, with nothing changed: too few."""
+    def allocate(self, count: int, *, leave: int = 0) -> list[int] | None:
+        """`count` pages with one reference each; None, with nothing changed: too few.
+
+        leave: so many pages, if there are more, stay free for the next calls: those whose memory
+        is most likely there, as they follow pages in use or were in use themselves.
+        """
         if count > self.available:
             return None
-        while len(self._free) < count:
-            self._grow(self.capacity + count - len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        # With layers to offload, growth costs others their place.
+        wanted = min(count + leave, self.available) if self.room is None else count
+        while len(self._free) < wanted:
+            self._grow(self.capacity + wanted - len(self._free))
+        end = len(self._free) - min(leave, len(self._free) - count)
+        pages = self._free[end - count : end][::-1]
+        del self._free[end - count : end]
         for page in pages:
             self._refs[page] = 1
         used = self.capacity - len(self._free) - (self._aside is not None)
@@ -363,7 +377,8 @@ class PageCache:
                 self.keys, self.values = self._views()  # let go of the smaller tensor
                 self._enlarge_all(data, capacity)
             self._enlarge_all(self.common, capacity)
-        self._free.extend(range(capacity - 1, self.capacity - 1, -1))
+        # Older ones are allocated first: their memory is there, or enters it layer by layer.
+        self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
         self._refs.extend([0] * (capacity - self.capacity))
 
     def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
@@ -388,11 +403,11 @@ def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple
 
     Views: every head's keys, then its values, if those are not part of the keys (MLA).
     """
-    end = page_size * layout.key_dim
-    keys = pages[..., :end].unflatten(-1, (page_size, layout.key_dim))
+    end = page_size * layout.key_row
+    keys = pages[..., :end].unflatten(-1, (page_size, layout.key_row))
     if layout.shared_values:
         return keys, keys[..., : layout.value_dim]
-    return keys, pages[..., end:].unflatten(-1, (page_size, layout.value_dim))
+    return keys, pages[..., end:].unflatten(-1, (page_size, layout.value_row))
 
 
 @contextmanager

@@ -242,7 +242,7 @@ class Prefetcher:
         """Empty buffers, on the cache's device."""
         return ResidentBuffer(
             self._cache.geometry.layers[layer],
-            self._cache.empty,
+            self._cache.empty_rows,
             page_size=self._cache.page_size,
             num_rows=self._num_rows,
             num_tokens=self._num_tokens,

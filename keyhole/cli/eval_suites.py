@@ -232,6 +232,8 @@ def _paper_suite(
     good = settings.terms != "tuned"
     right = "given, equal or published; settings that --suite tasks has tuned go into --policies"
     require(good, "terms", settings.terms, right)
+    right = "auto: this suite compares methods over unquantised keys; use --suite tasks"
+    require(settings.kv_dtype == "auto", "kv_dtype", settings.kv_dtype, right)
     tasks: list[Task | str] = list(
         answered(
             parse(settings.tasks, bundled=bundled), "forces a text, which this suite does not do"

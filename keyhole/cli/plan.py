@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import PICTURE, Output, check_outputs
-from keyhole.config import EngineConfig, bytes_text, is_count, require, require_counts, setting
+from keyhole.config import (
+    KV_DTYPES,
+    EngineConfig,
+    bytes_text,
+    is_count,
+    require,
+    require_counts,
+    setting,
+)
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.locate import TINY
 from keyhole.policies import make_policy
@@ -57,6 +65,7 @@ class PlanSettings:
         "measured", "measured: the constants of this engine; paper: those of SpeContext"
     )
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
+    kv_dtype: str = setting("auto", "of keys and values: int8 or fp8; auto: that of the model")
 
     def __post_init__(self) -> None:
         if (self.memory is None) == (self.total_memory is None):
@@ -69,6 +78,13 @@ class PlanSettings:
         require(bool(good), "lengths", self.lengths, "numbers of tokens such as 1024,4096")
         if self.preset not in _PRESETS:
             raise UnknownNameError("preset", self.preset, _PRESETS)
+        if self.kv_dtype not in KV_DTYPES:
+            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.preset == "paper" and self.kv_dtype != "auto":
+            raise ConfigError(
+                f"preset 'paper' counts 2 bytes per number, not kv_dtype {self.kv_dtype!r}; "
+                "use --preset measured"
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
             "preset": settings.preset,
             "policy": settings.policy,
             "dtype": _dtype(shape, settings),
+            "kv_dtype": settings.kv_dtype,
             "num_parameters": shape.num_parameters,
             "counted_from": shape.counted_from,
             "max_length": shape.max_length,
@@ -144,7 +161,8 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
         vocab_size=shape.vocab_size,
         step_numbers=shape.step_numbers,
     )
-    chunk, geometry = EngineConfig.prefill_chunk, shape.geometry(EngineConfig.page_size)
+    chunk = EngineConfig.prefill_chunk
+    geometry = shape.geometry(EngineConfig.page_size).stored_as(settings.kv_dtype)
     if settings.policy is not None:
         return _under_policy(settings.policy, shape, geometry, size, settings)
     return every_term(
@@ -240,6 +258,8 @@ def _as_given(plan: MemoryPlan, settings: PlanSettings) -> str:
     if settings.preset == "paper":
         return ""
     batch = f"max_batch={plan.model.requests}"
+    if settings.kv_dtype != "auto":
+        batch += f", kv_dtype={settings.kv_dtype!r}"
     given = f"LLM(total_memory={plan.memory}, {batch})"
     return f": {given}, or LLM(memory={plan.cache_memory}, {batch})"
 
@@ -269,9 +289,10 @@ def _text(
     thresholds = ", ".join(f"{length:,}" for length in plan.thresholds)
     wrapped = textwrap.fill(thresholds, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     under = "" if settings.policy is None else f", {settings.policy}"
+    stored = "" if settings.kv_dtype == "auto" else f", keys and values in {settings.kv_dtype}"
     return (
         f"{_title(plan, shape)}\n"
-        f"preset {settings.preset}{under}, {_dtype(shape, settings)}; "
+        f"preset {settings.preset}{under}, {_dtype(shape, settings)}{stored}; "
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
         f"{fixed}; a token {bytes_text(row_bytes)}\n"
         f"left for the KV cache {cache}{_as_given(plan, settings)}\n\n"

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from keyhole.config import is_count, require
+from keyhole.config import SCALE_BYTES, is_count, require
 from keyhole.documents.integrity import Fingerprint, RecordError, canonical, is_sealed, seal, sha256
 from keyhole.documents.storage import StorageReader
 from keyhole.errors import ConfigError, NumericalError
@@ -54,6 +54,8 @@ STATISTICS = (
     "received",
 )
 _MAY_BE_INFINITE = ("alpha", "received")
+#: Of rows of 8-bit numbers, each with its scale.
+_QUANTISED = (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ class LayerStatistics:
     block_keys: float32 [N, Hkv, D], mean key of each block.
     block_queries: float32 [N, Hq, D], mean rotated query of each block.
     representatives: int64 [N], the representative token of each block, counted from 0.
-    representative_keys: the cache's dtype [N, Hkv, D], its key.
+    representative_keys: the model's dtype [N, Hkv, D], its key.
     alpha: float32 [N], how fast the attention that it receives decays with distance.
     received: float32 [N], the mean attention that it receives. Both over the same distances for all
     blocks, +inf where these do not exist (`keyhole.reuse.block_statistics`).
@@ -81,10 +83,11 @@ class LayerStatistics:
 class LayerRecord:
     """One layer of a document; see `LayerStatistics` for the other fields.
 
-    keys: the cache's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head, [latent
-    | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys contain them. extreme_keys:
-    same dtype [N, k, Hkv, D], the keys of each block and head that are farthest from their mean;
-    None in records of older versions. They are read only on demand.
+    keys: the model's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head, [latent
+    | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys contain them. Keys and values
+    of a cache of 8 bits are its rows, int8 or uint8 [n, Hkv, D + 4]. extreme_keys: the model's
+    dtype [N, k, Hkv, D], the keys of each block and head that are farthest from their mean; None in
+    records of older versions. They are read only on demand.
     """
 
     keys: Tensor
@@ -100,7 +103,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, eq=False)
 class HeadRecord:
-    """A retrieval head's keys of a document, in the dtype of the layers' keys.
+    """A retrieval head's keys of a document, in the model's dtype.
 
     keys: [n, Hkv, D], not rotated. last: [H], features of the last token, from which the key of the
     next token is computed.
@@ -135,11 +138,14 @@ def validate(record: DocumentRecord) -> None:
     require(bool(record.layers), "layers", record.layers, "at least one layer")
     _expect("token_ids", ids, [ids.numel()], torch.int64)
     require(ids.numel() > 0, "token_ids", [], "at least one token")
-    dtype = record.layers[0].keys.dtype
+    dtype = record.layers[0].representative_keys.dtype
     good = dtype in (torch.float32, torch.float16, torch.bfloat16)
     require(good, "dtype of the keys", dtype, "float32, float16 or bfloat16")
+    stored = record.layers[0].keys.dtype
+    good = stored in (dtype, *_QUANTISED)
+    require(good, "dtype of the stored keys", stored, f"{dtype}, int8 or uint8")
     for number, layer in enumerate(record.layers):
-        _validate_layer(f"layer {number}: ", layer, record, dtype)
+        _validate_layer(f"layer {number}: ", layer, record, (dtype, stored))
     for name, head in record.heads.items():
         _validate_head(f"head {name}: ", head, len(ids), dtype)
 
@@ -153,15 +159,18 @@ def _validate_head(where: str, head: HeadRecord, n: int, dtype: torch.dtype) -> 
 
 
 def _validate_layer(
-    where: str, layer: LayerRecord, record: DocumentRecord, dtype: torch.dtype
+    where: str, layer: LayerRecord, record: DocumentRecord, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
+    """dtypes: of the model, and of the stored keys and values."""
     n, N = len(record.token_ids), record.num_blocks
     require(layer.keys.ndim == 3, f"{where}keys", list(layer.keys.shape), "of shape [n, Hkv, D]")
-    _, heads, dim = layer.keys.shape
+    _, heads, row = layer.keys.shape
+    dtype, stored = dtypes
+    dim = row - (SCALE_BYTES if stored in _QUANTISED else 0)
     query_heads = layer.block_queries.shape[1] if layer.block_queries.ndim == 3 else heads
-    _expect(f"{where}keys", layer.keys, [n, heads, dim], dtype)
+    _expect(f"{where}keys", layer.keys, [n, heads, row], stored)
     if layer.values is not None:
-        _expect(f"{where}values", layer.values, [n, heads, layer.values.shape[-1]], dtype)
+        _expect(f"{where}values", layer.values, [n, heads, layer.values.shape[-1]], stored)
     _expect(f"{where}block_keys", layer.block_keys, [N, heads, dim], torch.float32)
     _expect(f"{where}block_queries", layer.block_queries, [N, query_heads, dim], torch.float32)
     _expect(f"{where}representatives", layer.representatives, [N], torch.int64)
@@ -183,6 +192,9 @@ def _validate_layer(
         tensor: Tensor | None = getattr(layer, name)
         if tensor is not None and tensor.is_floating_point():
             _require_numbers(f"{where}{name}", tensor, may_be_infinite=name in _MAY_BE_INFINITE)
+        elif tensor is not None and tensor.dtype in _QUANTISED:
+            scales = tensor[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+            _require_numbers(f"scales of {where}{name}", scales, may_be_infinite=False)
 
 
 def _require_numbers(name: str, tensor: Tensor, *, may_be_infinite: bool) -> None:
@@ -210,6 +222,8 @@ _VERSION = "1"
 _STATISTICS = "2"
 _DTYPES = {
     "I64": "int64",
+    "I8": "int8",
+    "U8": "uint8",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",

@@ -78,7 +78,7 @@ class Engine:
         self.lock = FairLock()
         self.model = model
         self.config = config
-        self.geometry = model.geometry(config.page_size)
+        self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         num_draft_tokens = 0 if config.draft is None else config.num_draft_tokens

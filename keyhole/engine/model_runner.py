@@ -30,7 +30,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
-from keyhole.models.modules.sequence_rope import RopeRows
+from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, Selection, SequenceRows, Step
 
@@ -63,7 +63,7 @@ def attended(
         key = layer.window if selection is None else id(selection)
         # There may be a list for each query head.
         lists = 1 if selection is None else selection.indices.shape[1]
-        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.itemsize
+        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.kv_itemsize
         *_, number, so_far = alike.get(key, (None, None, 0, 0))
         alike[key] = selection, layer.window, number + 1, so_far + token_bytes
     read, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
@@ -374,6 +374,8 @@ class Runner:
             else:
                 chunks.append(self._scattered(sequence.kept, rows, place, listed))
             row += count
+        lengths = [(s.rope_length, 1) for s in rows_of]
+        lengths += [(s.rope_length, count) for s, count in plan.chunks]
         keep = self._keeps_data
         written = _join(slots)
         last = np.append(written[1:] != written[:-1] + 1, True) | (written % size == size - 1)
@@ -390,7 +392,7 @@ class Runner:
             prefetcher=self._prefetcher,
             keeper=self._keeper,
             recurrent=self._recurrent_step(plan),
-            rope=self._rope_rows(plan),
+            rope=() if self._model.rope is None else rope_rows(lengths, self._model.device),
         )
 
     def _recurrent_step(self, plan: SchedulerOutput) -> RecurrentStep | None:
@@ -406,18 +408,6 @@ class Runner:
             chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
             row += count
         return RecurrentStep(self._recurrent, sent[: len(plan.decodes)], chunks)
-
-    def _rope_rows(self, plan: SchedulerOutput) -> list[RopeRows]:
-        """The packed rows of each RoPE length beyond the model's threshold."""
-        if self._model.rope is None:
-            return []
-        rows = [(s, 1) for s in plan.rows] + plan.chunks
-        lengths = np.repeat([s.rope_length for s, _ in rows], [count for _, count in rows])
-        return [
-            (length, self._send(np.flatnonzero(lengths == length)))
-            for length in np.unique(lengths).tolist()
-            if length
-        ]
 
     def _scattered(
         self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor

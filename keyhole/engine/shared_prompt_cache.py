@@ -61,7 +61,7 @@ class SharedPromptCache:
         count = _full_pages(prompt, cache.page_size)
         if not count:
             return
-        key, there = _key(prompt, cache.page_size), list(pages[:count])
+        key, there = _key(prompt, cache), list(pages[:count])
         known = self._copies.get(key)
         missing = list(cache.common.values())
         if head is None or (known is not None and head in known.common):
@@ -89,7 +89,7 @@ class SharedPromptCache:
 
         At least the last token is left to compute, for its logits.
         """
-        known = self._copies.get(_key(prompt, cache.page_size))
+        known = self._copies.get(_key(prompt, cache))
         if known is None or (head is not None and head not in known.common):
             return 0
         count = _full_pages(prompt, cache.page_size)
@@ -109,6 +109,6 @@ def _full_pages(prompt: Sequence[int], page_size: int) -> int:
     return (len(prompt) - 1) // page_size
 
 
-def _key(prompt: Sequence[int], page_size: int) -> bytes:
-    content = np.asarray([page_size, *prompt], np.int64).tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _key(prompt: Sequence[int], cache: PageCache) -> bytes:
+    content = np.asarray([cache.page_size, *prompt], np.int64).tobytes()
+    return hashlib.blake2b(content + cache.geometry.kv_dtype.encode(), digest_size=16).digest()

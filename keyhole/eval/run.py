@@ -224,7 +224,11 @@ class Evaluation:
                 "policy": policy.name,
                 "settings": settings,
                 "budget": settings.get(TOKEN_BUDGET),
-                "engine": {"max_batch": config.max_batch, "page_size": config.page_size},
+                "engine": {
+                    "max_batch": config.max_batch,
+                    "page_size": config.page_size,
+                    **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
+                },
             }
         )
 

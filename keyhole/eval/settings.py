@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.config import EngineConfig, is_count, require, require_counts, setting
+from keyhole.config import KV_DTYPES, EngineConfig, is_count, require, require_counts, setting
 from keyhole.errors import UnknownNameError
 
 SETUPS = ("prompt", "question")
@@ -88,6 +88,7 @@ class EvalSettings:
         "four layers, for the pictures of --html",
     )
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
+    kv_dtype: str = setting("auto", "of keys and values: int8 or fp8; auto: as the model computes")
     prompt_memory: int | None = setting(
         None,
         "bytes for prompts that are computed once for all policies; "
@@ -101,6 +102,8 @@ class EvalSettings:
         require_counts(self, "sinks", "first_seed", least=0)
         good = self.window is None or is_count(self.window)
         require(good, "window", self.window, "at least 1 token")
+        if self.kv_dtype not in KV_DTYPES:
+            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.terms not in TERMS:
             raise UnknownNameError("terms", self.terms, TERMS)
         for name, terms in _FOR_TERMS.items():

@@ -342,7 +342,7 @@ def evaluate(
     tasks do not allow.
     """
     # Prompts that are no longer needed must not count as memory in use.
-    config = EngineConfig(max_batch=settings.batch, prefix_cache=False)
+    config = EngineConfig(max_batch=settings.batch, prefix_cache=False, kv_dtype=settings.kv_dtype)
     if settings.dense_layers is not None:
         check_dense(settings.dense_layers, model.geometry(config.page_size))
     copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)

@@ -16,6 +16,8 @@ operation, so that a policy, its settings and `--help` need no torch.
     prefill          the query tokens of one sequence, causal, over its pages
     sparse_prefill   query tokens at any positions, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
+    gather_rows      the same, as pages store them
+    quantise, dequantised, is_quantised, row_dim  rows of 8-bit numbers with their scale
     page_bounds      elementwise minimum and maximum of the keys of a page
     bound_scores     Quest's upper bound of a query's score on every page
     bound_scores_per_query_head  the same for each query head of a group
@@ -107,7 +109,17 @@ if TYPE_CHECKING:
         top_p,
         unpack,
     )
-    from keyhole.kernels.reference import PackedWeight, gather_tokens, pack, recent_indices
+    from keyhole.kernels.reference import (
+        PackedWeight,
+        dequantised,
+        gather_rows,
+        gather_tokens,
+        is_quantised,
+        pack,
+        quantise,
+        recent_indices,
+        row_dim,
+    )
 
 __all__ = [
     "LowRank",
@@ -135,11 +147,14 @@ __all__ = [
     "cluster_scores",
     "cluster_scores_per_query_head",
     "decompose",
+    "dequantised",
     "drop_oldest",
     "form_clusters",
+    "gather_rows",
     "gather_tokens",
     "head_scores",
     "head_scores_chosen",
+    "is_quantised",
     "keep",
     "kept",
     "linear",
@@ -150,9 +165,11 @@ __all__ = [
     "page_bounds",
     "prefill",
     "prompt_scores",
+    "quantise",
     "recent_indices",
     "renew_stamps",
     "represent_blocks",
+    "row_dim",
     "shift_rope",
     "sparse_prefill",
     "spread_scores",

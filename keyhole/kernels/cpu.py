@@ -17,6 +17,7 @@ from torch import Tensor
 
 from keyhole.errors import ConfigError
 from keyhole.kernels.reference.packed import PackedWeight
+from keyhole.kernels.reference.quantised import is_quantised
 from keyhole.kernels.selection import Selection
 
 #: The compiled module; None if it is not installed.
@@ -28,6 +29,8 @@ except ImportError:  # built without a compiler, or run from a bare copy of the 
 
 #: The dtypes that it accepts, and their codes.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Of pages, those of 8 bits too.
+PAGE_DTYPES = {**DTYPES, torch.int8: 3, torch.uint8: 4}
 _MAX_PAGE_SIZE = 1024
 _ENVIRONMENT = "KEYHOLE_KERNELS"
 REFERENCE = "reference"
@@ -70,15 +73,25 @@ _path: str | None = None
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the extension computes this: one dtype, contiguous rows, pages it can hold."""
-    given = [x for x in tensors if x.is_floating_point()]
+    """Whether the extension computes this: one dtype, contiguous rows, pages it can hold.
+
+    Pages may be quantised, all of them in the same way, whatever the dtype of the rest.
+    """
+    floats = [x for x in tensors if x.is_floating_point()]
+    rows = [x for x in tensors if x.dim() == 4 and is_quantised(x)]
     return (
         current() != REFERENCE
         and all(x.is_cpu for x in tensors)
-        and given[0].dtype in DTYPES
-        and all(x.dtype == given[0].dtype and x.stride(-1) == 1 for x in given)
-        and all(x.shape[2] <= _MAX_PAGE_SIZE for x in given if x.dim() == 4)
+        and all(x.dtype in DTYPES and x.dtype == floats[0].dtype for x in floats)
+        and all(x.dtype == rows[0].dtype for x in rows)
+        and all(x.stride(-1) == 1 for x in (*floats, *rows))
+        and all(x.shape[2] <= _MAX_PAGE_SIZE for x in (*floats, *rows) if x.dim() == 4)
     )
+
+
+def takes_floats(*tensors: Tensor) -> bool:
+    """As `takes`, without quantised pages."""
+    return takes(*tensors) and not any(x.dim() == 4 and is_quantised(x) for x in tensors)
 
 
 def takes_columns(*tensors: Tensor) -> bool:
@@ -124,13 +137,13 @@ def append(
     slots = slots.to(torch.int64).contiguous()
     for pages, rows in ((key_pages, key), (value_pages, value)):
         if pages is not None and rows is not None:
-            _, heads, size, dim = pages.shape
             extension.append(
+                (PAGE_DTYPES[rows.dtype], PAGE_DTYPES[pages.dtype]),
                 pages.itemsize,
                 len(rows),
-                heads,
-                dim,
-                size,
+                pages.shape[1],
+                rows.shape[2],
+                pages.shape[2],
                 pages.data_ptr(),
                 pages.stride()[:3],
                 rows.data_ptr(),
@@ -148,7 +161,7 @@ def page_bounds(
     assert high.is_contiguous()
     pages, filled = pages.to(torch.int64).contiguous(), filled.to(torch.int64).contiguous()
     extension.page_bounds(
-        DTYPES[key_pages.dtype],
+        (DTYPES[low.dtype], PAGE_DTYPES[key_pages.dtype]),
         len(pages),
         low.shape[1],
         low.shape[2],

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import cpu, reference
+from keyhole.kernels.reference.quantised import is_quantised, row_dim
 from keyhole.kernels.reference.rope import angles_below
 from keyhole.kernels.selection import LowRank, PagedQuery, ScoreRequest, Selection
 
@@ -25,10 +26,9 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As the reference."""
-    query, _, value_pages, _, _ = paged
-    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    out = _room_for(paged)
     _attend(paged, scale, softcap, sinks, selection=selection, window=window, out=out)
-    return out
+    return out.to(paged[0].dtype)
 
 
 def attend_low_rank(
@@ -72,13 +72,13 @@ def attend_and_score(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """As the reference, which computes scores of every query head."""
-    query, key_pages, value_pages, page_table, _ = paged
+    query, key_pages, _, page_table, _ = paged
     if any(request.reduce == "none" for request in requests):
         return reference.attend_and_score(
             paged, requests=requests, scale=scale, softcap=softcap, sinks=sinks
         )
     tokens = page_table.shape[1] * key_pages.shape[2]
-    out = query.new_empty(*query.shape[:2], value_pages.shape[-1])
+    out = _room_for(paged)
     scores, wanted, weights = [], [], None
     for request in requests:
         if request.reduce == "group_max":  # the result of `head_scores`, from the same pass
@@ -96,7 +96,14 @@ def attend_and_score(
         else score
         for score, request in zip(scores, requests, strict=True)
     )
-    return out, tuple(pooled)
+    return out.to(query.dtype), tuple(pooled)
+
+
+def _room_for(paged: PagedQuery) -> Tensor:
+    """Where the extension writes values: float32 if they are quantised, else in query's dtype."""
+    query, _, value_pages, _, _ = paged
+    dtype = torch.float32 if is_quantised(value_pages) else query.dtype
+    return query.new_empty(*query.shape[:2], row_dim(value_pages), dtype=dtype)
 
 
 def head_scores(
@@ -128,6 +135,7 @@ def _attend(
     weights: receives `head_scores`; out: receives the attended values.
     """
     query, key_pages, value_pages, page_table, lengths = paged
+    query = query.float() if is_quantised(key_pages) else query
     query, page_table, lengths = query.contiguous(), cpu.as_rows(page_table), cpu.as_int32(lengths)
     indices, counts, listed = None, None, (1, 0, 1)
     if selection is not None:
@@ -135,10 +143,10 @@ def _attend(
         listed = (*indices.shape[1:], selection.unit)
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     num_rows, num_heads, dim = query.shape
-    _, num_kv_heads, page_size, value_dim = value_pages.shape
+    _, num_kv_heads, page_size, _ = value_pages.shape
     cpu.extension.attend(
-        cpu.DTYPES[query.dtype],
-        (num_rows, num_heads, num_kv_heads, dim, value_dim, page_size),
+        cpu.PAGE_DTYPES[key_pages.dtype],
+        (num_rows, num_heads, num_kv_heads, dim, row_dim(value_pages), page_size),
         query.data_ptr(),
         key_pages.data_ptr(),
         cpu.key_strides(key_pages),
@@ -213,10 +221,11 @@ def _prefill(
     query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     num_tokens, num_heads, dim = query.shape
-    _, num_kv_heads, page_size, value_dim = value_pages.shape
+    _, num_kv_heads, page_size, _ = value_pages.shape
+    value_dim = row_dim(value_pages)
     out = query.new_empty(num_tokens, num_heads, value_dim)
     cpu.extension.prefill(
-        cpu.DTYPES[query.dtype],
+        (cpu.DTYPES[query.dtype], cpu.PAGE_DTYPES[key_pages.dtype]),
         (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
         query.data_ptr(),
         key_pages.data_ptr(),

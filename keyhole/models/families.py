@@ -168,7 +168,7 @@ def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool
     elif family == "jetmoe":  # its keys are repeated for the experts of the queries
         key_dim = value_dim = int(config.kv_channels)
         kv_heads = heads
-    elif family in ("bloom", "mpt"):
+    elif family in _ALIBI:
         key_dim += ALIBI_DIM
     elif family == "diffllama":
         value_dim *= 2
@@ -179,6 +179,7 @@ def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool
         window=window,
         chunked=chunked,
         num_query_heads=heads,
+        alibi=family in _ALIBI,
     )
 
 
@@ -203,6 +204,8 @@ def _windows(config: Any) -> list[int | None]:
 
 #: Numbers that a key has more where positions are a bias (ALiBi): see `own_attention`.
 ALIBI_DIM = 16
+#: The families with it.
+_ALIBI = ("bloom", "mpt")
 #: ALiBi has no longest sequence; two numbers of a key are exact up to this position.
 _ALIBI_LENGTH = 65536
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("keyhole.server")
 
 #: How long the thread that answers may delay the one that runs steps; Python's default of 5 ms is
 #: as long as a step of a small model.
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 #: On other systems, libraries may not survive a fork.
 _FORKS = sys.platform == "linux"
 
@@ -47,7 +47,7 @@ def serve(llm: LLM, config: ServerConfig, ready: Callable[[str], None]) -> None:
         if _FORKS:
             _serve_in_two(llm, config, ready, place)
         else:
-            sys.setswitchinterval(_SWITCH_S)
+            sys.setswitchinterval(SWITCH_S)
             served = AsyncLLM(llm, stream_interval=config.stream_interval)
             _server(served, config, ready, place).run(sockets=[place])
 

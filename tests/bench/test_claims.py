@@ -32,6 +32,7 @@ def test_equal_and_tuned_terms_have_three_lengths_and_budgets_and_every_method()
     assert claims.SAMPLES >= 100
 
 
+@pytest.mark.slow
 def test_adaptive_and_full_offloading_give_the_same_tokens() -> None:
     found = adaptive_layers.run(load(keyhole.tiny(), "cpu"), 256, 2, 48, 0.5)
     assert [part["lengths"][0] < part["lengths"][1] for part in found] == [True] * 4

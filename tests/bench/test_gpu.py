@@ -24,6 +24,7 @@ gpu.main()
 """
 
 
+@pytest.mark.slow
 def test_without_a_device_it_lists_what_a_device_would_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAN],

@@ -131,6 +131,7 @@ def test_a_limit_keeps_fitting_layers_resident_and_peers_are_interleaved(tmp_pat
         run_large(replace(asked, memory=1), str(tmp_path))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("context", [None, 256])
 def test_a_trace_shows_copies_overlapping_with_steps(
     model: Model, head: RetrievalHead, tmp_path: Path, context: int | None

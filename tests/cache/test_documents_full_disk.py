@@ -72,7 +72,7 @@ def _can_mount(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("case", ["went on", "started anew"])
+@pytest.mark.parametrize("case", ["went on", pytest.param("started anew", marks=pytest.mark.slow)])
 def test_what_is_stored_is_used_and_removed(tmp_path: Path, case: str) -> None:
     if not _can_mount(tmp_path):
         pytest.skip("a file system cannot be mounted here")

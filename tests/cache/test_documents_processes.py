@@ -146,6 +146,7 @@ def add_until_killed(place: str, log: Path, number: int) -> None:
 # Tests.
 
 
+@pytest.mark.slow
 def test_two_processes_add_and_read_at_once(others: list[Process], tmp_path: Path) -> None:
     for process, me, first in zip(others, "ab", (0, 50), strict=True):
         process.tell("add and read", tmp_path, me, first)

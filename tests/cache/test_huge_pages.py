@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 import sys
@@ -49,6 +50,16 @@ def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
 
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved on Linux")
+
+
+@LINUX
+def test_tensors_of_one_shape_enter_huge_pages_at_different_rows() -> None:
+    """All layers entered one in the same step: 28 ms where a step takes 11."""
+    huge, like = 1 << 21, torch.empty(0)
+    layers = [huge_pages.new_empty(like, 2, 1 << 12, most=1 << 10) for _ in range(8)]
+    places = sorted(layer.data_ptr() % huge for layer in layers)
+    gaps = [b - a for a, b in itertools.pairwise([*places, places[0] + huge])]
+    assert min(gaps) > huge // 32
 
 
 @LINUX

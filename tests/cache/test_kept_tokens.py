@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from keyhole.cache import kept_tokens
 from keyhole.cache.kept_tokens import KeptTokenTable, PageList
+from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 from tests.cache.test_pages import PLAIN, make_cache
 
@@ -107,6 +112,22 @@ def test_a_page_is_there_if_any_of_it_is(
             has = {t // PAGE for t in _has(kept, layer, length)}
             within = -(-length // PAGE)
             assert row[:within] == [page in has for page in range(within)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is there at once")
+def test_memory_of_new_pages_is_taken_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps and loading took it before, several layers at once."""
+    geometry = make_cache(PLAIN, PLAIN).geometry
+    cache = PageCache(geometry, 9, dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr(kept_tokens, "HUGE_BYTES", 2 * cache.page_bytes // len(cache.keys))
+    pages = PageList(cache, 20)
+    assert pages.need(np.arange(20))
+    for layer in cache.keys:
+        layer[:] = 7
+    written = [
+        [int((layer == 0).any((1, 2, 3)).sum()) for layer in cache.keys] for _ in pages.clear()
+    ]
+    assert written == [[2, 0], [4, 0], [5, 0], [5, 2], [5, 4], [5, 5]]
 
 
 def test_new_pages_hold_nothing_of_their_former_owner() -> None:

@@ -28,6 +28,7 @@ from keyhole.cache import pages as pages_module
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
+from tests.effort import examples
 
 SIZE = 2
 GEOMETRY = Geometry(
@@ -257,4 +258,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(examples(200), stateful_step_count=40, deadline=None)

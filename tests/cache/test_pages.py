@@ -90,6 +90,26 @@ def test_the_most_pages_in_use_at_once_are_remembered() -> None:
     assert cache.peak_pages == 5
 
 
+def test_pages_that_are_left_come_next_and_none_is_lost() -> None:
+    """Decoding requests jumped behind a question's pages: new memory in every layer at once."""
+    cache = make_cache(most=40)
+    assert cache.allocate(3) == [0, 1, 2]
+    assert cache.allocate(4, leave=8) == [11, 12, 13, 14]
+    assert cache.allocate(9) == [3, 4, 5, 6, 7, 8, 9, 10, 15]
+    assert cache.allocate(22, leave=8) == list(range(18, 40))
+    assert cache.allocate(3, leave=8) is None
+    assert cache.allocate(2, leave=8) == [16, 17]
+    cache.check_integrity([range(40)])
+
+
+def test_new_pages_come_after_those_that_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "_FIRST_PAGES", 8)
+    cache = make_cache(most=40)
+    assert cache.allocate(6) == [0, 1, 2, 3, 4, 5]
+    assert cache.allocate(8) == [6, 7, 8, 9, 10, 11, 12, 13]
+    cache.check_integrity([range(14)])
+
+
 def test_too_many_pages_change_nothing() -> None:
     cache = make_cache(most=3)
     assert cache.allocate(4) is None

@@ -29,6 +29,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.tiers import FileStore, FileTier, PinnedTier, Tier
 from keyhole.errors import CapacityError, ConfigError
 from tests.cache import test_machine
+from tests.effort import examples
 
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)
 LATENT = LayerLayout(num_kv_heads=1, key_dim=10, value_dim=7, shared_values=True)
@@ -235,6 +236,7 @@ def process(directory: Path, number: int) -> Iterator[subprocess.Popen[str]]:
         running.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_and_the_others_go_on(tmp_path: Path) -> None:
     with process(tmp_path, 1) as living, process(tmp_path, 2) as dying:
         dying.send_signal(signal.SIGKILL)
@@ -451,4 +453,4 @@ class LowerMachine(test_machine.Machine):
 
 
 TestLowerMachine = LowerMachine.TestCase
-TestLowerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLowerMachine.settings = settings(examples(60), stateful_step_count=40, deadline=None)

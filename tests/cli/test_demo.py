@@ -55,6 +55,7 @@ def test_every_method_and_its_control_run_every_task(run: Run, tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short")
 def test_json_has_every_outcome(run: Run, tmp_path: Path) -> None:
     picture = str(tmp_path / "demo.png")
@@ -87,7 +88,7 @@ def test_a_control_has_the_dense_layers_and_the_budget_of_its_method(
 
 @pytest.mark.one_in(2)
 @pytest.mark.usefixtures("_short")
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [("--json",), ()])
 def test_without_matplotlib_there_is_no_picture_and_all_else(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:

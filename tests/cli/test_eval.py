@@ -157,6 +157,7 @@ def test_the_page_gets_the_lines_of_this_command(
     assert written == [[full, window], html]
 
 
+@pytest.mark.slow
 def test_the_page_has_tables_and_all_pictures(run: Run, tmp_path: Path) -> None:
     output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
     tasks = "passkey:depth=0,passkey:depth=0.5,attention_recall"
@@ -269,6 +270,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_controls_and_terms_end_to_end(run: Run, tmp_path: Path) -> None:
     output, html = tmp_path / "eval.jsonl", tmp_path / "page.html"
     asked = (

@@ -17,6 +17,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_bundled_model_reads_derivations(run: Run, tmp_path: Path) -> None:
     output, html = tmp_path / "lines.jsonl", tmp_path / "page.html"
     command = ("eval", *SMALL, "--device", "cpu", "--output", str(output))

@@ -118,6 +118,7 @@ def test_a_model_that_answers_nothing_gets_no_recommendation(
     assert found["policy"] == "full"
 
 
+@pytest.mark.slow
 def test_the_bundled_model_from_end_to_end(
     run: Run, tmp_path: Path, checked: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,13 @@ def shares(said: str) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("offload", "verify")))
+        for name in COMMANDS
+    ],
+)
 def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     """`bench decode` said nothing while it made weights, a minute for larger shapes."""
     line, bars = COMMANDS[command]
@@ -97,6 +103,7 @@ def test_a_document_moves_a_bar(tmp_path: Path) -> None:
     assert "stored: long" in ran.out
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_no_bars(path: str, run: Run) -> None:
     said = run("verify", "--device", "cpu", "--model", path).err
     assert "%|" not in said

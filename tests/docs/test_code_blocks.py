@@ -72,7 +72,10 @@ NOT_RUN = {
 SLOW = (
     "docs/evaluation.md",
     "docs/how-to/measure.md",
+    "docs/how-to/quantised-weights.md",
     "docs/how-to/verify.md",
+    "docs/server.md",
+    "docs/tutorials/long-reasoning.md",
     "docs/tutorials/own-model.md",
 )
 #: What the pages call "your model": its family, and sizes that differ from the smallest.

@@ -53,7 +53,9 @@ def test_the_bytes_of_tokens_and_pages() -> None:
     assert row("Quest's bounds") == row("one page with them") - plain
     pages = TOKENS // LLAMA.page_size
     assert f"{pages:,} pages" in TEXT
-    assert row("32,768 tokens") == pages * plain
+    assert row("32,768 tokens, 2,048 pages") == pages * plain
+    for kv_dtype in ("int8", "fp8"):
+        assert row("32,768 tokens in 8 bits") == TOKENS * LLAMA.stored_as(kv_dtype).token_bytes
 
 
 def test_a_real_cache_takes_these_bytes() -> None:

@@ -7,27 +7,25 @@ an eighth of what fits. Every request that ends has the logits that it has alone
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 
-from keyhole import LLM, SamplingParams, StreamingLLM
+from keyhole import LLM, StreamingLLM
 from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.engine.engine import Engine
-from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
+from tests.engine.requests_machine import RequestsMachine
 from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt
-from tests.policies.recording import PAGE, run
+from tests.policies.recording import PAGE
 
 ROWS, BUDGET, LAYERS = 3, 6, 4
 #: What it chooses does not depend on scores, so that no rounding can change the choice.
@@ -52,7 +50,7 @@ def cache_bytes(pages: int, below: int) -> int:
     return pages * (PAGE * row * (LAYERS - below) + 8) + below * buffers
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(RequestsMachine):
     """Requests that come, are stepped, and are taken out."""
 
     @initialize(pages=st.integers(20, 45), below=st.integers(1, LAYERS), prefix=st.booleans())
@@ -62,7 +60,7 @@ class Machine(RuleBasedStateMachine):
         self.engine = engine_of(memory=self.memory, offload=self.folder.name, prefix_cache=prefix)
         assert self.engine.offloader is not None
         self.offloader = self.engine.offloader
-        self.requests: list[Sequence] = []
+        self.requests = []
         self.before = 0
         runner = self.engine._runner
         real = runner.run
@@ -106,33 +104,12 @@ class Machine(RuleBasedStateMachine):
         text = prompt(100, start)[:length]
         pages = -(-(length + more) // PAGE)
         if pages <= self.engine.max_pages:
-            params = SamplingParams(max_tokens=more, temperature=0.0, ignore_eos=True)
-            self.requests.append(self.engine.add(text, params, keep_logits=True))
-
-    @precondition(lambda self: self.engine.has_work)
-    @rule(count=st.integers(1, 15))
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step()
-            self.engine.check_integrity()
-
-    @precondition(lambda self: self.engine.has_work)
-    @rule(number=st.integers(0, 99))
-    def leave(self, number: int) -> None:
-        left = [request for request in self.requests if not request.is_finished]
-        self.engine.abort(left[number % len(left)])
+            self.add(text, more)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        plain = engine_of(memory="16MiB", prefix_cache=False)
-        for request in self.requests:
-            if request.finish_reason == "length":
-                params = dataclasses.replace(request.params, max_tokens=1)
-                alone = plain.add(request.prompt, params, given=request.generated, keep_logits=True)
-                run(plain)
-                found, wanted = torch.stack(request.logits), torch.stack(alone.logits)
-                assert (found - wanted[: len(found)]).abs().max() <= 1e-4
+        self.compare_with(engine_of(memory="16MiB", prefix_cache=False))
         self.offloader.prefetcher.close()
         self.folder.cleanup()
 

@@ -61,7 +61,7 @@ def test_repeated_steps_leave_what_single_steps_leave(
         assert all(other.evicted_pages for _, other in pair.requests)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["windows", "latent"])
 @pytest.mark.parametrize("name", ["delta", "quest", "spe_context", "raas"])
 def test_other_kinds_of_attention_are_repeated_too(
@@ -110,7 +110,7 @@ def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int)
     raise AssertionError("no memory is enough")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", BELOW)
 def test_steps_with_layers_below_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, tmp_path: Path, name: str

@@ -179,6 +179,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
 OTHER_KINDS = ("qwen2_sliding", "qwen3", "mistral_sliding", "phi3", "gemma2", "gemma3", "gpt_oss")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHER_KINDS, "deepseek_v3"])
 def test_computing_everything_again_is_a_plain_prompt(
     llms: dict[str, tuple[LLM, Any]], kind: str, tmp_path: Path

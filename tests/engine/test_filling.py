@@ -301,7 +301,7 @@ def test_a_record_that_goes_bad_on_the_way_ends_its_request_only(
     with ExitStack() as stack:
         running = other.engine.add(tokens(30, 1), LONG)
         asked = submitted(other, stack, "reuse")
-        for _ in range(8):
+        for _ in range(16):
             other.engine.step()
         assert other.engine.cache.in_use > 20
 

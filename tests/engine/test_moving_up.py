@@ -113,7 +113,7 @@ def wanted(model: Model) -> list[Sequence]:
     return serve(engine_of(model))[0]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(
     ("kind", "policy"),

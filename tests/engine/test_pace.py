@@ -19,14 +19,31 @@ def test_units_end_before_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> N
     random = np.random.default_rng(0)
     for _ in range(31):
         pace.decoded(0.010)
-    for _ in range(200):
+    for number in range(201):
         assert pace.begin(spent=0.010, alone=False, only_decodes=True)
         begin, goes_on = clock.now, True
         pace.resume()
         while goes_on:
             clock.now += random.uniform(0.0004, 0.0006)
             goes_on = pace.goes_on("load")
-        assert 0.004 < clock.now - begin < 0.006
+        assert 0.004 < clock.now - begin < 0.006 or number == 0
+
+
+def test_a_unit_whose_duration_is_unknown_has_a_step_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ran at the end of a step that had been filled to its target: 3.6 times the median."""
+    clock, pace = _Clock(monkeypatch), Pace()
+    pace.decoded(0.010)
+    pace.begin(spent=0.010, alone=False, only_decodes=True)
+    pace.resume()
+    clock.now += 0.001
+    assert not pace.goes_on("load")
+    assert pace.begin(spent=0.010, alone=False, only_decodes=True)
+    pace.resume()
+    clock.now += 0.001
+    assert pace.goes_on("load")
+    assert not pace.goes_on("summarise")
 
 
 def test_a_step_that_took_long_has_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

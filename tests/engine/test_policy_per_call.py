@@ -58,7 +58,7 @@ from tests.policies.recording import PAGE, make_engine, run
 __all__ = ["alone", "model"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("own", POLICIES)
 def test_every_policy_beside_every_other(model: Model, alone: Answers, own: str) -> None:
     """Each either gets what its own engine gives, beside the others, or is refused by name."""
@@ -99,7 +99,7 @@ OTHER_SETTINGS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("own", "other"), OTHER_SETTINGS, ids=str)
 def test_the_same_policy_with_other_settings(
     model: Model, alone: Answers, own: Policy, other: dict[str, Any]

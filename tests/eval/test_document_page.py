@@ -154,6 +154,7 @@ def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     assert document_page.between(text, begin, end, document_equal.render(equal)) == text
 
 
+@pytest.mark.slow
 def test_budgets_are_those_of_the_method_that_sets_them(tmp_path: Path) -> None:
     llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=tmp_path)
     variants = {name: variant for name, (variant, _) in EQUAL.items()}

@@ -117,6 +117,7 @@ def test_documents(run: Run) -> None:
     assert int(kept[2]) > 1500
 
 
+@pytest.mark.slow
 def test_rag_compare(run: Run) -> None:
     found = {}
     for line in run("rag_compare").splitlines():

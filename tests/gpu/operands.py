@@ -93,6 +93,10 @@ class Cache:
         self.scale = dim**-0.5
         self.random = random
 
+    def quantise(self, kv_dtype: torch.dtype) -> None:
+        """Stores keys and values in 8 bits; where no token is, the scale is NaN."""
+        self.keys, self.values = (reference.quantise(x, kv_dtype) for x in (self.keys, self.values))
+
     @property
     def paged(self) -> tuple[Tensor, ...]:
         return self.query, self.keys, self.values, self.table, self.lengths

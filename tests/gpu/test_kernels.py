@@ -74,6 +74,7 @@ def test_latents_with_a_selection(shape: tuple[int, ...], dtype: torch.dtype, un
     compare_selected(cache, cache.selection(144 // unit, unit, 1))
 
 
+@pytest.mark.one_in(2)
 @cases(LATENTS)
 def test_latents_with_a_selection_per_query_head(
     shape: tuple[int, ...], dtype: torch.dtype
@@ -123,6 +124,7 @@ def test_attend_and_score(shape: tuple[int, ...], dtype: torch.dtype, full: bool
         check(score, twin, torch.float32)
 
 
+@pytest.mark.one_in(2)
 @cases(SHAPES[:2])
 def test_head_scores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     cache = Cache(shape, dtype)
@@ -288,3 +290,38 @@ def test_a_captured_step_follows_its_operands() -> None:
     for ours, twin, old in zip(replayed, wanted, before, strict=True):
         check(ours, twin, torch.float16 if ours.dtype == torch.float16 else torch.float32)
         assert not torch.equal(ours, old)
+
+
+#: Of pages of 8 bits: int8, and e4m3 by its bits.
+KV_DTYPES = (torch.int8, torch.uint8)
+
+
+@cases(SHAPES[:3])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_pages_of_8_bits_are_attended_to_and_scored(
+    shape: tuple[int, ...], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    cache = Cache(shape, dtype)
+    cache.quantise(kv_dtype)
+    compare_selected(cache, cache.selection(48, 1, 1), softcap=5.0, sinks=cache.sinks)
+    requests = (ScoreRequest("max", 1), ScoreRequest("sum", PAGE))
+    out, scores = run("attend_and_score", cache.paged, requests=requests, scale=cache.scale)
+    wanted, weights = reference.attend_and_score(cache.paged, requests=requests, scale=cache.scale)
+    check(out, wanted, dtype)
+    for found, exact in zip(scores, weights, strict=True):
+        check(found, exact, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_bounds_of_pages_of_8_bits(kv_dtype: torch.dtype) -> None:
+    cache = Cache((2, 1, 24, 24), torch.float32)
+    cache.quantise(kv_dtype)
+    pages = cache.table[0, :2].long()
+    filled = torch.tensor([PAGE, 3], device=DEVICE)
+    found, wanted = (
+        [torch.zeros(len(cache.keys), 2, 24, device=DEVICE) for _ in range(2)] for _ in range(2)
+    )
+    run("page_bounds", cache.keys, *found, pages, filled)
+    reference.page_bounds(cache.keys, *wanted, pages, filled)
+    for one, exact in zip(found, wanted, strict=True):
+        check(one, exact, torch.float32)

@@ -34,6 +34,20 @@ def test_append(dtype: torch.dtype, shared: bool, size: int) -> None:
         torch.testing.assert_close(found_values, wanted_values, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8])
+def test_append_to_pages_of_8_bits(kv_dtype: torch.dtype) -> None:
+    """Floats are quantised, and rows that are quantised already are copied."""
+    key, value = torch.randn(7, 3, 24, device=DEVICE), torch.randn(7, 3, 8, device=DEVICE)
+    slots = torch.randperm(9 * PAGE, device=DEVICE)[:7]
+    wanted = [torch.zeros(9, 3, PAGE, dim + 4, dtype=kv_dtype, device=DEVICE) for dim in (24, 8)]
+    reference.append(*wanted, key, value, slots)
+    rows = [reference.quantise(x, kv_dtype) for x in (key, value)]
+    for new in ((key, value), rows):
+        found = [torch.zeros_like(x) for x in wanted]
+        run("append", *found, *new, slots)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("pairs", [12, 20])

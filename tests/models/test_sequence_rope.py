@@ -159,8 +159,8 @@ def test_the_completions_of_a_prompt_share_it(path: Path) -> None:
 def test_proposed_tokens_have_the_frequencies_of_their_sequence(path: Path) -> None:
     engine = llm(path, draft="ngram").engine
     sequences = [
-        engine.add([9, 8, 7, 6] * n, replace(GREEDY, max_tokens=12), keep_logits=True)
-        for n in (3, 12)
+        engine.add([9, 8, 7, 6] * n, replace(GREEDY, max_tokens=most), keep_logits=True)
+        for n, most in ((3, 12), (12, 60))  # long enough that the random model repeats itself
     ]
     run(engine)
     assert any(s.drafts is not None and s.drafts.accepted for s in sequences)
@@ -184,7 +184,9 @@ def test_stored_documents_end_at_the_threshold(path: Path, tmp_path: Path) -> No
         model.documents.add("a", "x" * THRESHOLD)
     model.documents.add("a", "x" * 20)
     with pytest.raises(PromptTooLongError, match=r"stored documents .* at most 31 .*RoPE rotates"):
-        model.ask("y" * 15, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=1))
+        model.ask(
+            "y" * 15, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=1)
+        )
     ends = model.ask(
         "y" * 4, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=50)
     )

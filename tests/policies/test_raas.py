@@ -197,6 +197,7 @@ def evicted_in_turn(alphas: Sequence[float]) -> list[list[int]]:
     return orders
 
 
+@pytest.mark.slow
 def test_alpha_decides_which_pages_go_in_the_bundled_model() -> None:
     """Where every page is renewed at every step (alpha 1e-4), or none is, the oldest one goes.
 

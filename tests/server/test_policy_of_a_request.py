@@ -51,6 +51,7 @@ def body(asked: Any) -> dict[str, Any]:
     return {"ignore_eos": True} | ({} if asked is None else {"keyhole": asked})
 
 
+@pytest.mark.usefixtures("own_engine")
 def test_requests_of_one_batch_read_what_each_asks_for(
     client: openai.OpenAI, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
     ):
         body: dict[str, Any] = {
             "prompt": "x",
-            "max_tokens": 600,
+            "max_tokens": 300,
             "ignore_eos": True,
             "stream": True,
         }

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,12 +120,15 @@ def hidden(part: str, found: list[Import]) -> Iterator[str]:
             yield f"line {line}: imports {target} inside a function"
 
 
-def modules() -> Iterator[tuple[str, str, list[Import]]]:
+@cache
+def modules() -> list[tuple[str, str, list[Import]]]:
     """Path, part and imports of every module of the package."""
+    found = []
     for path in sorted((ROOT / "keyhole").rglob("*.py")):
         inside = path.relative_to(ROOT)
         part = inside.parts[1].removesuffix(".py")
-        yield str(inside), part, imports(path.read_text(), ".".join(inside.parts[:-1]))
+        found.append((str(inside), part, imports(path.read_text(), ".".join(inside.parts[:-1]))))
+    return found
 
 
 def test_the_layers_are_those_of_the_package() -> None:

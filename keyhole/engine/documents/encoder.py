@@ -169,18 +169,19 @@ class _Watch:
         """Called by each layer with its rotated queries [t, Hq, D], its keys written."""
         so_far = torch.arange(self._end, device=query.device)
         keys = kernels.gather_tokens(self._cache.keys[layer], self._pages, so_far)
-        self._received[layer].add(query, keys, self._start, **options)
+        self._received[layer].add(query, keys.to(query.dtype), self._start, **options)
         self._queries[layer].add(query)
 
     def record(self, layer: int, pages: Tensor, tokens: Tensor) -> LayerRecord:
         """The tensors of a layer to store, on the CPU."""
-        keys = kernels.gather_tokens(self._cache.keys[layer], pages, tokens)
+        rows = kernels.gather_rows(self._cache.keys[layer], pages, tokens)
+        keys = kernels.dequantised(rows).to(self._cache.empty.dtype)
         values = None
         if not self._cache.geometry.layers[layer].shared_values:
-            values = kernels.gather_tokens(self._cache.values[layer], pages, tokens).cpu()
+            values = kernels.gather_rows(self._cache.values[layer], pages, tokens).cpu()
         found = self._received[layer].finish()
         return LayerRecord(
-            keys=keys.cpu(),
+            keys=rows.cpu(),
             values=values,
             block_keys=block_means(keys, self._block_size).cpu(),
             block_queries=self._queries[layer].finish().cpu(),

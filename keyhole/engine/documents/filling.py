@@ -7,6 +7,7 @@ the steps that run them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -148,7 +149,8 @@ class Filling:
 #
 # The duration of each kind of unit is recorded. Beside decoding sequences a step runs units until
 # its target is reached, which leaves a margin below twice the median of earlier steps for noise.
-# The tokens of a forward pass adapt to the duration of the last ones.
+# The first unit of a kind, whose duration is unknown, is the only one of its step. The tokens of a
+# forward pass adapt to the duration of the last ones.
 
 
 #: The target of a step with filling, in medians; the limit is 2, the rest is for noise.
@@ -232,7 +234,7 @@ class Pace:
             before = self._units.get(self._kind, 0.0)
             self._units[self._kind] = max(took, _FADE * before)
         self._kind = kind
-        return now - self._begin + self._units.get(kind, 0.0) <= self._share
+        return now - self._begin + self._units.get(kind, math.inf) <= self._share
 
     def resume(self) -> None:
         """Starts the clock of the unit that was announced last, maybe in an earlier step."""

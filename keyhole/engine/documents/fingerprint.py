@@ -16,12 +16,15 @@ from keyhole.retrieval.head import RetrievalHead
 _SAMPLES = 64
 
 
-def fingerprint(model: Model) -> dict[str, str]:
-    """What a stored record depends on, by name; a record with any other value is foreign."""
+def fingerprint(model: Model, kv_dtype: str = "auto") -> dict[str, str]:
+    """What a stored record depends on, by name; a record with any other value is foreign.
+
+    kv_dtype: of the engine's keys and values; records in the model's own dtype do not name it.
+    """
     config = model.network.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     layouts = [vars_of(layout) for layout in model.geometry(1).layers]
-    return {
+    found = {
         "family": str(config.model_type),
         "revision": str(getattr(config, "_commit_hash", None)),
         "weights": _weights(model.network),
@@ -30,6 +33,7 @@ def fingerprint(model: Model) -> dict[str, str]:
         "rope": _digest(json.dumps(rope, sort_keys=True, default=str)),
         "layers": _digest(json.dumps(layouts, sort_keys=True)),
     }
+    return found if kv_dtype == "auto" else found | {"kv_dtype": kv_dtype}
 
 
 def head_fingerprint(head: RetrievalHead) -> str:
@@ -39,8 +43,9 @@ def head_fingerprint(head: RetrievalHead) -> str:
 
 
 def vars_of(layout: Any) -> dict[str, Any]:
-    """The fields of a layer's layout."""
-    return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+    """The fields of a layer's layout, without those that concern `kv_dtype`."""
+    names = layout.__dataclass_fields__.keys() - {"scale_bytes", "alibi"}
+    return {name: getattr(layout, name) for name in names}
 
 
 def _weights(network: nn.Module) -> str:

@@ -61,7 +61,10 @@ class Documents:
         self._engine = engine
         self.place = str(place or default_place())
         self.store = DocumentStore(
-            self.place, fingerprint(engine.model), limit_bytes=limit_bytes, check=check
+            self.place,
+            fingerprint(engine.model, engine.config.kv_dtype),
+            limit_bytes=limit_bytes,
+            check=check,
         )
         self.retriever: Retriever = BM25(self.store.folder / "search.sqlite")
 

@@ -111,7 +111,8 @@ class Loader:
             value = torch.cat([values for _, values in parts if values is not None])
         if self._context.reuse.shifts_rope:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
-            key = self._rope_shift.turn(layer, key, by[:, None])
+            # Keys of 8 bits are quantised again: a rotated row has another largest number.
+            key = self._rope_shift.turn(layer, kernels.dequantised(key), by[:, None])
         slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)

@@ -186,8 +186,8 @@ class DocumentPrefill:
         for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
             positions, places = packing.moves(layer)
             tokens, shared = self.send(positions), cache.geometry.layers[layer].shared_values
-            key = kernels.gather_tokens(keys, before, tokens)
-            value = None if shared else kernels.gather_tokens(values, before, tokens)
+            key = kernels.gather_rows(keys, before, tokens)
+            value = None if shared else kernels.gather_rows(values, before, tokens)
             if cleared is not None:  # summaries see nothing of former tokens
                 keys[cleared] = 0
                 values[cleared] = 0

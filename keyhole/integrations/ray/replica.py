@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from keyhole.integrations.ray.exporter import export
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
+from keyhole.server.run import SWITCH_S
 from keyhole.server.state import State
 
 #: A message of the application: {"type": "http.response.start", ...} or a part of the body.
@@ -68,6 +70,7 @@ class Replica:
         except KeyholeError as error:
             tell_driver(error)
             raise
+        sys.setswitchinterval(SWITCH_S)
         config = settings.server_config()
         served = AsyncLLM(llm, stream_interval=config.stream_interval)
         self._app = create_app(served, config)

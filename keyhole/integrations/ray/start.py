@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,13 @@ from keyhole.registry import require_depth
 _MANY = 100_000
 #: Limited, because a model that cannot be loaded will fail again.
 _STARTS = 2
+#: Ray's settings in the processes of the deployments. With one event loop for Serve and for our
+#: code, messages do not pass from thread to thread. Bodies may exceed gRPC's limit of 4 MiB.
+_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
+}
 
 
 class StartError(click.ClickException, KeyholeError):
@@ -50,9 +57,10 @@ def app(args: dict[str, Any]) -> Application:
 def build(settings: RaySettings) -> Application:
     """The deployments: the front, the replicas, and the conversations they share."""
     config, server = EngineConfig(**settings.engine), settings.server_config()
-    conversations = serve.deployment(Conversations).options(
-        name="Conversations", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MANY
-    )
+    small = {"ray_actor_options": with_environment({"num_cpus": 0}), "max_ongoing_requests": _MANY}
+    conversations = serve.deployment(Conversations).options(name="Conversations", **small)
+    options = dict(settings.deployment)
+    options["ray_actor_options"] = with_environment(options["ray_actor_options"])
     replicas = serve.deployment(Replica).options(
         name="Replica",
         max_queued_requests=server.max_queue,
@@ -62,13 +70,18 @@ def build(settings: RaySettings) -> Application:
             request_router_class=AffinityRouter,
             request_router_kwargs={"overloaded": config.max_batch},
         ),
-        **settings.deployment,
+        **options,
     )
-    front = serve.deployment(serve.ingress()(Front)).options(
-        name="Front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MANY
-    )
+    front = serve.deployment(serve.ingress()(Front)).options(name="Front", **small)
     answering = replicas.bind(settings, conversations.bind())
     return front.bind(answering, server.max_body)
+
+
+def with_environment(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an actor with Keyhole's environment variables, unless they set these."""
+    runtime = options.get("runtime_env", {})
+    variables = {**_ENVIRONMENT, **runtime.get("env_vars", {})}
+    return {**options, "runtime_env": {**runtime, "env_vars": variables}}
 
 
 def check_model(model: str, policy: Any) -> None:

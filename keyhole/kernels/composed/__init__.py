@@ -1,6 +1,6 @@
 """Operations that are written in PyTorch over `operations`, which backends compute."""
 
-from keyhole.kernels import cpu_attention
+from keyhole.kernels import cpu, cpu_attention
 from keyhole.kernels.composed import low_rank
 from keyhole.kernels.composed.blocks import (
     add_received,
@@ -35,7 +35,9 @@ from keyhole.kernels.composed.selections import (
 )
 from keyhole.kernels.operations import operation
 
-attend_low_rank = operation(low_rank.attend_low_rank, cpu_attention.attend_low_rank)
+attend_low_rank = operation(
+    low_rank.attend_low_rank, cpu_attention.attend_low_rank, cpu.takes_floats
+)
 
 __all__ = [
     "Rotation",

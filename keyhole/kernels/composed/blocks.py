@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.kernels import reference
 from keyhole.kernels.operations import summary_scores
 from keyhole.kernels.selection import Selection
 
@@ -91,7 +92,8 @@ def represent_blocks(
     """
     heads = key_pages.shape[1]
     for some, there in zip(pages.split(_BLOCKS), real.split(_BLOCKS), strict=True):
-        keys = key_pages[some.to(key_pages.device)].to(representatives.device)
+        keys = reference.gathered(key_pages, (some,), representatives.device)
+        keys = reference.dequantised(keys)
         keys = keys.transpose(1, 2).flatten(2, 3)  # [n, Hkv, b * page_size, D]
         sums = received[some].float().sum(2).transpose(1, 2).flatten(2)  # [n, Hq, b * page_size]
         best = sums.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -158,7 +160,7 @@ def _keys_at(key_pages: Tensor, page_table: Tensor, position: Tensor) -> Tensor:
     page, place = _where(page_table, position, key_pages.shape[2])
     device = key_pages.device
     keys = key_pages[page.to(device), :, place.to(device)]  # [B, n, Hkv, D]
-    return keys.to(position.device).transpose(1, 2).float()
+    return reference.dequantised(keys.to(position.device)).transpose(1, 2).float()
 
 
 def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:

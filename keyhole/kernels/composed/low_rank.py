@@ -36,7 +36,8 @@ def chunk_landmarks(
     """
     count = landmarks.shape[1]
     for some, tokens in zip(pages.split(_PAGES), filled.split(_PAGES), strict=True):
-        keys = key_pages[some.to(key_pages.device)].to(landmarks.device)
+        keys = reference.gathered(key_pages, (some,), landmarks.device)
+        keys = reference.dequantised(keys)
         place = torch.arange(keys.shape[2], device=keys.device)
         real = (place < tokens[:, None])[:, None, :, None]
         # [n, Hkv, chunks, chunk_size, D]
@@ -146,8 +147,9 @@ def attend_low_rank(
     chunks = page_table.shape[1] * key_pages.shape[2] // low_rank.chunk
     listed = reference.members(low_rank.taken, chunks).gather(2, tokens.long() // low_rank.chunk)
     own = listed | (tokens >= low_rank.first[:, None, None])
-    keys = _gathered(key_pages, page_table, tokens).where(own[..., None], keys)
-    values = _gathered(value_pages, page_table, tokens)
+    full = reference.dequantised(_gathered(key_pages, page_table, tokens)).to(keys.dtype)
+    keys = full.where(own[..., None], keys)
+    values = reference.dequantised(_gathered(value_pages, page_table, tokens)).to(keys.dtype)
     # The gathered tokens, in the order of the selection, as one page per sequence.
     place = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
     places = place.expand_as(indices).masked_fill(indices < 0, -1).contiguous()

@@ -7,7 +7,7 @@
 
 namespace keyhole {
 
-enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2, int8 = 3, e4m3 = 4 };
 
 // Paged keys or values of one layer, [P, Hkv, page_size, D].
 struct Pages {
@@ -42,7 +42,7 @@ struct LowRank {
 };
 
 struct Attend {
-    DType dtype;
+    DType dtype;  // of keys and values; queries and results are float32 where these have 8 bits
     int64_t B, Hq, Hkv, D, Dv, page_size;
     const void* query;  // [B, Hq, D]
     Pages keys, values;
@@ -62,7 +62,7 @@ struct Attend {
 };
 
 struct Prefill {
-    DType dtype;
+    DType dtype, stored;  // of queries and results; of keys and values
     int64_t T, Hq, Hkv, D, Dv, page_size;
     const void* query;  // [T, Hq, D]
     Pages keys, values;
@@ -77,6 +77,7 @@ struct Prefill {
 };
 
 struct Append {
+    DType dtype, stored;  // of `rows` and of `pages`; the same where numbers are copied
     int64_t itemsize, T, Hkv, D, page_size;
     void* pages;
     int64_t page_stride, head_stride, token_stride;
@@ -86,7 +87,7 @@ struct Append {
 };
 
 struct PageBounds {
-    DType dtype;
+    DType dtype, stored;  // of the bounds; of the keys
     int64_t n, Hkv, D;
     Pages keys;
     void *low, *high;  // [P, Hkv, D]
@@ -200,6 +201,7 @@ struct Unpack {
 struct Path {
     void (*attend)(const Attend&);
     void (*prefill)(const Prefill&);
+    void (*quantise)(const Append&);
     void (*page_bounds)(const PageBounds&);
     void (*bound_scores)(const BoundScores&);
     void (*summary_scores)(const SummaryScores&);

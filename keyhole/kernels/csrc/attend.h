@@ -38,13 +38,15 @@ static inline void score_columns(const float* query, int64_t D, const T* keys, i
         }
 }
 
-template <class T>
+// K: keys and values. T: queries and results.
+template <class K, class T = K>
 class Attention {
-    using Query = typename Product<T>::Query;
+    using Query = typename Product<K>::Query;
+    static constexpr bool kScaled = Scaled<K>::bytes != 0;
 
   public:
     explicit Attention(const Attend& a) : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size) {
-        query_stride_ = rounded_up(a.D, Product<T>::step);
+        query_stride_ = rounded_up(a.D, Product<K>::step);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
         const int64_t lists = a.B * a.Hkv;
         first_task_ = static_cast<int64_t*>(workspace(0, (2 * lists + 1) * sizeof(int64_t)));
@@ -63,12 +65,13 @@ class Attention {
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
-            keep_query(static_cast<const T*>(a.query) + i * a.D, a.D, query_ + i * query_stride_);
+            keep_query<T, K>(static_cast<const T*>(a.query) + i * a.D, a.D,
+                             query_ + i * query_stride_);
         part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * part_size() * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
         if (a.low_rank) {
-            room_size_ = LowRankKeys<T>::room(a);
+            room_size_ = LowRankKeys<K>::room(a);
             room_ = static_cast<float*>(workspace(6, omp_get_max_threads() * room_size_ * 4));
         }
         if (a.keys.dim_stride != 1) {
@@ -80,7 +83,7 @@ class Attention {
             }
         }
         block_ = kBlock / a.page_size * a.page_size;  // whole pages
-        parallel_ = tokens * (a.D + a.Dv) * static_cast<int64_t>(sizeof(T)) > kAlone;
+        parallel_ = tokens * (a.D + a.Dv) * static_cast<int64_t>(sizeof(K)) > kAlone;
     }
 
     void run() {
@@ -115,10 +118,10 @@ class Attention {
         }
     }
 
-    Source<T> source(int64_t b, int64_t h, LowRankKeys<T>* low_rank) const {
+    Source<K> source(int64_t b, int64_t h, LowRankKeys<K>* low_rank) const {
         const int64_t length = a_.lengths[b], head = a_.index_heads == 1 ? 0 : h;
-        return {static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride,
-                static_cast<const T*>(a_.values.data) + h * a_.values.head_stride,
+        return {static_cast<const K*>(a_.keys.data) + h * a_.keys.head_stride,
+                static_cast<const K*>(a_.values.data) + h * a_.values.head_stride,
                 a_.keys,
                 a_.values,
                 a_.table + b * a_.table_stride,
@@ -158,10 +161,12 @@ class Attention {
         if (end > begin + size) end = begin + size;
         const Rows rows = part(task);
         rows.clear();
-        if (plain_query_) {
+        if constexpr (kScaled) {
+            read(source(b, h, nullptr), begin, end, row, rows);
+        } else if (plain_query_) {
             read_columns(b, h, begin, end, row);
         } else if (a_.low_rank) {
-            LowRankKeys<T> keys(a_, b, h, room_ + omp_get_thread_num() * room_size_);
+            LowRankKeys<K> keys(a_, b, h, room_ + omp_get_thread_num() * room_size_);
             read(source(b, h, &keys), begin, end, row, rows);
         } else {
             read(source(b, h, nullptr), begin, end, row, rows);
@@ -169,28 +174,36 @@ class Attention {
         if (!rows.out && raw_) note(rows, raw_ + row * N_, begin, end);
     }
 
-    void read(const Source<T>& source, int64_t begin, int64_t end, int64_t row,
+    void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,
               const Rows& rows) const {
-        Tiles<T> tiles(source, begin, end, a_.D + a_.Dv);
-        const auto over = [&](const Tile<T>& tile) {
+        Tiles<K> tiles(source, begin, end, a_.D + a_.Dv);
+        const auto over = [&](const Tile<K>& tile, const Scales* scales) {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
-            attend_tile<T>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
-                           a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead());
+            attend_tile<K>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+                           a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
         };
-        for (; tiles.left(); tiles.advance())
-            source.low_rank ? over(source.low_rank->rebuilt(tiles.tile())) : over(tiles.tile());
+        for (; tiles.left(); tiles.advance()) {
+            if constexpr (kScaled) {
+                Scales scales;
+                read_scales(tiles.tile(), a_.D, a_.Dv, rows.out, scales);
+                over(tiles.tile(), &scales);
+            } else {
+                source.low_rank ? over(source.low_rank->rebuilt(tiles.tile()), nullptr)
+                                : over(tiles.tile(), nullptr);
+            }
+        }
     }
 
     // The scores of pages whose keys are columns.
     void read_columns(int64_t b, int64_t h, int64_t begin, int64_t end, int64_t row) const {
         constexpr int W = Vector::width;
-        const T* keys = static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride;
+        const K* keys = static_cast<const K*>(a_.keys.data) + h * a_.keys.head_stride;
         const int32_t* table = a_.table + b * a_.table_stride;
         for (int64_t at = begin, run; at < end; at += run) {
             const int64_t entry = at / a_.page_size, place = at - entry * a_.page_size;
             run = a_.page_size - place < end - at ? a_.page_size - place : end - at;
             if (run > 2 * W) run = 2 * W;
-            const T* key = keys + table[entry] * a_.keys.page_stride + place;
+            const K* key = keys + table[entry] * a_.keys.page_stride + place;
             int64_t g = 0;
             for (; g + 4 <= G_; g += 4) columns<4>(key, run, row + g, at);
             for (; g < G_; g++) columns<1>(key, run, row + g, at);
@@ -198,8 +211,8 @@ class Attention {
     }
 
     template <int H>
-    void columns(const T* key, int64_t run, int64_t row, int64_t at) const {
-        const auto score = run > Vector::width ? score_columns<T, H, 2> : score_columns<T, H, 1>;
+    void columns(const K* key, int64_t run, int64_t row, int64_t at) const {
+        const auto score = run > Vector::width ? score_columns<K, H, 2> : score_columns<K, H, 1>;
         score(plain_query_ + row * a_.D, a_.D, key, a_.keys.dim_stride, static_cast<int>(run),
               a_.scoring.scale, raw_ + row * N_ + at, N_);
     }

@@ -23,22 +23,31 @@ static void column_bounds(const T* keys, int64_t stride, int64_t count, int64_t 
     }
 }
 
-template <class T>
+// K: keys. T: bounds.
+template <class K, class T = K>
 static void page_bounds(const PageBounds& a) {
     constexpr int W = Vector::width;
     for_each(a.n * a.Hkv, a.n > 8, [&](int64_t i) {
         const int64_t page = a.pages[i / a.Hkv], h = i % a.Hkv;
-        const T* keys = static_cast<const T*>(a.keys.data) + page * a.keys.page_stride +
+        const K* keys = static_cast<const K*>(a.keys.data) + page * a.keys.page_stride +
                         h * a.keys.head_stride;
         const int64_t out = (page * a.Hkv + h) * a.D;
-        if (a.keys.dim_stride != 1)
-            return column_bounds(keys, a.keys.dim_stride, a.filled[i / a.Hkv], a.D,
-                                 static_cast<T*>(a.low) + out, static_cast<T*>(a.high) + out);
+        if constexpr (!Scaled<K>::bytes)
+            if (a.keys.dim_stride != 1)
+                return column_bounds(keys, a.keys.dim_stride, a.filled[i / a.Hkv], a.D,
+                                     static_cast<T*>(a.low) + out, static_cast<T*>(a.high) + out);
+        const auto key_at = [&](int64_t t, int64_t d, int n) {
+            const K* key = keys + t * a.keys.token_stride;
+            if constexpr (Scaled<K>::bytes != 0)
+                return load(key + d, n) * broadcast(scale_of(key, a.D));
+            else
+                return load(key + d, n);
+        };
         for (int64_t d = 0; d < a.D; d += W) {
             const int n = static_cast<int>(a.D - d < W ? a.D - d : W);
-            Vector low = load(keys + d, n), high = low;
+            Vector low = key_at(0, d, n), high = low;
             for (int64_t t = 1; t < a.filled[i / a.Hkv]; t++) {
-                const Vector key = load(keys + t * a.keys.token_stride + d, n);
+                const Vector key = key_at(t, d, n);
                 low = or_nan(min(low, key), low);  // NaN must propagate
                 high = or_nan(max(high, key), high);
             }

@@ -123,31 +123,38 @@ void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, i
                   at<void>(out)});
 }
 
-void prefill(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+// dtypes: of queries and results, and of keys and values.
+void prefill(std::tuple<int, int> dtypes, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
              Address query, Address keys, Strides key_strides, Address values,
              Strides value_strides, std::tuple<Address, int64_t> table, int64_t start,
              int64_t window, std::tuple<Address, Address, int64_t> chosen, float scale,
              float softcap, Address sinks, Address out) {
     const auto [T, Hq, Hkv, D, Dv, page_size] = sizes;
+    const auto [dtype, stored] = dtypes;
     const auto [positions, tokens, n] = chosen;
     const auto [page_list, M] = table;
-    path->prefill({static_cast<DType>(dtype), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
+    path->prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
                    pages(keys, key_strides), pages(values, value_strides), at<int64_t>(page_list),
                    M, start, window, at<int64_t>(positions), at<int32_t>(tokens), n,
                    {scale, softcap, at<float>(sinks)}, at<void>(out)});
 }
 
-void append_rows(int64_t itemsize, int64_t T, int64_t Hkv, int64_t D, int64_t page_size, Address to,
-                 Strides strides, Address rows, int64_t row_stride, int64_t row_head_stride,
-                 Address slots) {
-    append({itemsize, T, Hkv, D, page_size, at<void>(to), std::get<0>(strides),
+// dtypes: of the rows and of the pages. Floats are quantised for pages of 8 bits.
+void append_rows(std::tuple<int, int> dtypes, int64_t itemsize, int64_t T, int64_t Hkv, int64_t D,
+                 int64_t page_size, Address to, Strides strides, Address rows, int64_t row_stride,
+                 int64_t row_head_stride, Address slots) {
+    const auto [dtype, stored] = dtypes;
+    const auto write = dtype == stored ? append : path->quantise;
+    write({static_cast<DType>(dtype), static_cast<DType>(stored), itemsize, T, Hkv, D, page_size, at<void>(to), std::get<0>(strides),
             std::get<1>(strides), std::get<2>(strides), at<void>(rows), row_stride, row_head_stride,
             at<int64_t>(slots)});
 }
 
-void page_bounds(int dtype, int64_t n, int64_t Hkv, int64_t D, Address keys,
+// dtypes: of the bounds and of the keys.
+void page_bounds(std::tuple<int, int> dtypes, int64_t n, int64_t Hkv, int64_t D, Address keys,
                  const KeyStrides& strides, Address low, Address high, Address which, Address filled) {
-    path->page_bounds({static_cast<DType>(dtype), n, Hkv, D, pages(keys, strides), at<void>(low),
+    const auto [dtype, stored] = dtypes;
+    path->page_bounds({static_cast<DType>(dtype), static_cast<DType>(stored), n, Hkv, D, pages(keys, strides), at<void>(low),
                        at<void>(high), at<int64_t>(which), at<int64_t>(filled)});
 }
 

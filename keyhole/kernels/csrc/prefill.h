@@ -2,7 +2,49 @@
 // positions over chosen ones. A task is a block of query tokens of one KV head; every tile of keys
 // is read once for all of its rows.
 
-template <class T>
+// A tile of 8-bit numbers as one of T, which holds them exactly; their scales are applied to scores
+// and weights.
+template <class K, class T>
+class WidenedTile {
+  public:
+    // Floats that a thread needs.
+    static int64_t room(int64_t D, int64_t Dv) {
+        return Scaled<K>::bytes ? (rounded_up(D, W) + rounded_up(Dv, W)) * kTile : 0;
+    }
+
+    WidenedTile(int64_t D, int64_t Dv, float* room)
+        : D_(D), Dv_(Dv), keys_(reinterpret_cast<T*>(room)),
+          values_(reinterpret_cast<T*>(room + rounded_up(D, W) * kTile)) {}
+
+    const Tile<T>& of(const Tile<K>& tile) {
+        read_scales(tile, D_, Dv_, true, scales_);
+        tile_.count = tile.count;
+        for (int t = 0; t < kTile; t++) {
+            tile_.position[t] = tile.position[t];
+            tile_.key[t] = widened(tile.key[t], D_, keys_ + t * rounded_up(D_, W));
+            tile_.value[t] = widened(tile.value[t], Dv_, values_ + t * rounded_up(Dv_, W));
+        }
+        return tile_;
+    }
+    const Scales& scales() const { return scales_; }
+
+  private:
+    static constexpr int W = Vector::width;
+    static const T* widened(const K* from, int64_t n, T* to) {
+        int64_t d = 0;
+        for (; d + W <= n; d += W) store(to + d, load(from + d));
+        if (d < n) store(to + d, load(from + d, static_cast<int>(n - d)));
+        return to;
+    }
+
+    const int64_t D_, Dv_;
+    T *keys_, *values_;
+    Tile<T> tile_;
+    Scales scales_;
+};
+
+// K: keys and values. T: queries and results.
+template <class K, class T = K>
 class CausalAttention {
     using Query = typename Product<T>::Query;
 
@@ -18,7 +60,8 @@ class CausalAttention {
             workspace(1, omp_get_max_threads() * rows_ * query_stride_ * sizeof(Query)));
         sums_ = static_cast<float*>(
             workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + Vector::width + 1) * 4));
-        room_ = PromptTiles<T>::room(a.D, a.Dv);
+        packed_room_ = PromptTiles<T>::room(a.D, a.Dv);
+        room_ = packed_room_ + WidenedTile<K, T>::room(a.D, a.Dv);
         packed_ = static_cast<float*>(workspace(4, omp_get_max_threads() * room_ * 4));
         sight_ = static_cast<int64_t*>(
             workspace(3, omp_get_max_threads() * 2 * rows_ * sizeof(int64_t)));
@@ -80,8 +123,8 @@ class CausalAttention {
                 rows.weight[row * Vector::width] = 1.0f;
             }
         }
-        const Source<T> from{static_cast<const T*>(a_.keys.data) + h * a_.keys.head_stride,
-                             static_cast<const T*>(a_.values.data) + h * a_.values.head_stride,
+        const Source<K> from{static_cast<const K*>(a_.keys.data) + h * a_.keys.head_stride,
+                             static_cast<const K*>(a_.values.data) + h * a_.values.head_stride,
                              a_.keys,
                              a_.values,
                              table_,
@@ -91,14 +134,20 @@ class CausalAttention {
                              0,
                              last + 1};
         const int64_t low = reading(first_seen(first)), high = reading(last + 1);
-        const PromptTiles<T> reader(a_, packed_ + thread * room_);
-        Tiles<T> tiles(from, low, high, a_.D + a_.Dv);
+        float* room = packed_ + thread * room_;
+        const PromptTiles<T> reader(a_, room);
+        WidenedTile<K, T> wide(a_.D, a_.Dv, room + packed_room_);
+        Tiles<K> tiles(from, low, high, a_.D + a_.Dv);
         for (; tiles.left(); tiles.advance()) {
-            const Tile<T>& tile = tiles.tile();
+            const Tile<K>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);
-            reader.attend(query, query_stride_, tile, rows, seen ? nullptr : after,
-                          seen ? nullptr : until, tiles.ahead());
+            const int64_t *from = seen ? nullptr : after, *to = seen ? nullptr : until;
+            if constexpr (Scaled<K>::bytes != 0)
+                reader.attend(query, query_stride_, wide.of(tile), rows, from, to, nullptr,
+                              &wide.scales());
+            else
+                reader.attend(query, query_stride_, tile, rows, from, to, tiles.ahead(), nullptr);
         }
         for (int64_t row = 0; row < rows.count; row++) {
             const int64_t t = begin + row / G_, head = h * G_ + row % G_;
@@ -114,7 +163,7 @@ class CausalAttention {
 
     const Prefill& a_;
     const int64_t G_;
-    int64_t query_stride_, out_stride_, block_, rows_, table_size_, room_;
+    int64_t query_stride_, out_stride_, block_, rows_, table_size_, packed_room_, room_;
     int32_t* table_;
     Query* query_;
     float *sums_, *packed_;

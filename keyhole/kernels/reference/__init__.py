@@ -29,7 +29,15 @@ from keyhole.kernels.reference.page_selection import (
     top_k,
     top_p,
 )
-from keyhole.kernels.reference.pages import append, gather_tokens, gathered, load_missing, members
+from keyhole.kernels.reference.pages import (
+    append,
+    gather_rows,
+    gather_tokens,
+    gathered,
+    load_missing,
+    members,
+)
+from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
 
 __all__ = [
     "PackedWeight",
@@ -40,9 +48,12 @@ __all__ = [
     "attend_block",
     "attend_weights",
     "bound_scores",
+    "dequantised",
+    "gather_rows",
     "gather_tokens",
     "gathered",
     "head_scores",
+    "is_quantised",
     "linear",
     "load_missing",
     "members",
@@ -51,7 +62,9 @@ __all__ = [
     "packed_linear",
     "page_bounds",
     "prefill",
+    "quantise",
     "recent_indices",
+    "row_dim",
     "sparse_prefill",
     "spread_scores",
     "summary_scores",

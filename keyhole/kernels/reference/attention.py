@@ -13,6 +13,7 @@ from keyhole.kernels.reference.pages import (
     reads_of,
     window_pages,
 )
+from keyhole.kernels.reference.quantised import dequantised, row_dim
 from keyhole.kernels.selection import PagedQuery, ScoreRequest, Selection
 
 
@@ -172,7 +173,7 @@ def _weights(
 
 def _mix(weights: Tensor, value_pages: Tensor, reads: PageReads) -> Tensor:
     """Values under weights [B, Hkv, G, n], float32 [B, Hq, Dv]."""
-    out = weights.new_zeros(*weights.shape[:3], value_pages.shape[-1])
+    out = weights.new_zeros(*weights.shape[:3], row_dim(value_pages))
     for value, tokens in reads.blocks(value_pages):
         # The gathered values are a copy. Where no token was written they may be NaN.
         value.masked_fill_(~reads.valid[..., tokens, None], 0.0)
@@ -207,7 +208,10 @@ def prefill(
     pages = pages[skipped : -(-end // page_size)]
     first = skipped * page_size
     key, value = (
-        gathered(x, (pages,), query.device).transpose(0, 1).flatten(1, 2)[:, : end - first]
+        dequantised(gathered(x, (pages,), query.device))
+        .to(query.dtype)
+        .transpose(0, 1)
+        .flatten(1, 2)[:, : end - first]
         for x in (key_pages, value_pages)
     )
     grouped = in_groups(query, num_kv_heads).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
@@ -255,7 +259,10 @@ def sparse_prefill(
     """
     if window is not None:
         tokens = tokens[tokens > positions.min() - window]
-    key, value = (gather_tokens(x, pages, tokens).transpose(0, 1) for x in (key_pages, value_pages))
+    key, value = (
+        gather_tokens(x, pages, tokens).to(query.dtype).transpose(0, 1)
+        for x in (key_pages, value_pages)
+    )
     seen = tokens <= positions[:, None]
     if window is not None:
         seen &= tokens > positions[:, None] - window

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from keyhole.kernels.reference.attention import in_groups
 from keyhole.kernels.reference.pages import gathered
+from keyhole.kernels.reference.quantised import dequantised
 from keyhole.kernels.selection import Selection
 
 
@@ -18,11 +19,11 @@ def page_bounds(
 
     low, high [P, Hkv, D]; pages int64 [n]; filled int64 [n]: tokens that each page holds now, >= 1.
     """
-    keys = gathered(key_pages, (pages,), low.device)
+    keys = dequantised(gathered(key_pages, (pages,), low.device))
     places = torch.arange(keys.shape[2], device=keys.device)
     empty = (places >= filled[:, None])[:, None, :, None]
-    low[pages] = keys.masked_fill(empty, float("inf")).amin(2)
-    high[pages] = keys.masked_fill(empty, float("-inf")).amax(2)
+    low[pages] = keys.masked_fill(empty, float("inf")).amin(2).to(low.dtype)
+    high[pages] = keys.masked_fill(empty, float("-inf")).amax(2).to(high.dtype)
 
 
 def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise
 from keyhole.kernels.selection import Selection
 
 # Numbers of keys or values gathered at once. On a CPU small buffers stay in the caches: at 32k
@@ -28,14 +29,16 @@ def append(
 
     key_pages [P, Hkv, page_size, D], key [T, Hkv, D]; value_pages [P, Hkv, page_size, Dv] and
     value [T, Hkv, Dv], or None for both where values are part of the keys; slots int64 [T]:
-    page * page_size + place.
+    page * page_size + place. Pages of 8 bits take floats, which are quantised, or rows as they are.
     """
     page_size = key_pages.shape[2]
     slots = slots.to(key_pages.device)
     page, place = slots // page_size, slots % page_size
-    key_pages[page, :, place] = key.to(key_pages.device)
-    if value_pages is not None and value is not None:
-        value_pages[page, :, place] = value.to(value_pages.device)
+    for pages, rows in ((key_pages, key), (value_pages, value)):
+        if pages is not None and rows is not None:
+            if is_quantised(pages) and not is_quantised(rows):
+                rows = quantise(rows, pages.dtype)
+            pages[page, :, place] = rows.to(pages.device)
 
 
 def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> Tensor:
@@ -44,10 +47,15 @@ def gathered(pages: Tensor, index: tuple[Tensor, ...], device: torch.device) -> 
 
 
 def gather_tokens(pages_of: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
-    """Keys or values of some tokens of a sequence, [n, Hkv, D], a copy.
+    """Keys or values of some tokens of a sequence, [n, Hkv, D], a copy; float32 of 8-bit pages.
 
     pages_of [P, Hkv, page_size, D]; pages int64 [M], the sequence's pages in order; tokens int64.
     """
+    return dequantised(gather_rows(pages_of, pages, tokens))
+
+
+def gather_rows(pages_of: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
+    """`gather_tokens`, as the pages store them."""
     size = pages_of.shape[2]
     place = pages[tokens // size].to(pages_of.device), (tokens % size).to(pages_of.device)
     return pages_of[place[0], :, place[1]].to(tokens.device)
@@ -75,7 +83,7 @@ class PageReads:
             index = tuple(i[..., start:end] if i.shape[-1] == entries else i for i in self.where)
             part = gathered(pages, index, self.valid.device)
             part = part.flatten(2, 3) if part.dim() > 4 else part  # whole pages
-            yield part.float(), slice(start * self.size, end * self.size)
+            yield dequantised(part).float(), slice(start * self.size, end * self.size)
 
 
 def reads_of(

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.kernels.reference.quantised import is_quantised
+
 _MODULES = {
     "append": "moves",
     "attend": "attend",
@@ -105,12 +107,17 @@ def flash() -> bool:
 
 
 def takes(name: str, *tensors: Tensor) -> bool:
-    """Whether our GPU kernels accept these: one GPU, one dtype, contiguous rows."""
+    """Whether our GPU kernels accept these: one GPU, one dtype, contiguous rows.
+
+    Pages may be quantised, whatever the dtype of the rest.
+    """
     numbers = [x for x in tensors if x.is_floating_point()]
+    rows = [x for x in tensors if x.dim() == 4 and is_quantised(x)]
     alike = numbers[:1] if name in _MIXED else numbers
     home = next(x.device for x in tensors if x.is_cuda)
     return (
-        numbers[0].dtype in _DTYPES
+        all(x.dtype in _DTYPES for x in numbers[:1])
+        and all(x.dtype == rows[0].dtype and x.stride(-1) == 1 for x in rows)
         and all(x.dtype == numbers[0].dtype and x.stride(-1) == 1 for x in alike)
         and all(x.device == home or (name in _FROM_HOST and x.is_pinned()) for x in tensors)
         and (flash() if name in _BY_TORCH else usable())

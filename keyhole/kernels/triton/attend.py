@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels.reference.quantised import row_dim
 from keyhole.kernels.selection import PagedQuery, Selection
 from keyhole.kernels.triton import flash_attention
+from keyhole.kernels.triton.quantised import code, scales_of, widened
 
 #: tl.dot multiplies blocks of at least 16 rows.
 _LEAST_ROWS, _MOST_ROWS = 16, 64
@@ -150,6 +152,7 @@ def _part(
     SHARED: tl.constexpr,
     SCORES: tl.constexpr,
     FLOAT32: tl.constexpr,
+    CODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -211,17 +214,23 @@ def _part(
 
         keys = key_pages + page * stride_kp + head * stride_kh + place * stride_kt
         k1_mask = known[:, None] & (d1 < D)[None]
-        k1 = tl.load(keys[:, None] + d1[None], mask=k1_mask, other=0.0)
+        k1 = tl.load(keys[:, None] + d1[None], mask=k1_mask, other=0)
+        if CODE > 0:
+            k1 = widened(k1, CODE).to(q1.dtype)
         if FLOAT32:
             k1 = k1.to(tl.float32)
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if D2 > 0:
             k2_mask = known[:, None] & (d2 < D)[None]
-            k2 = tl.load(keys[:, None] + d2[None], mask=k2_mask, other=0.0)
+            k2 = tl.load(keys[:, None] + d2[None], mask=k2_mask, other=0)
+            if CODE > 0:
+                k2 = widened(k2, CODE).to(q2.dtype)
             if FLOAT32:
                 k2 = k2.to(tl.float32)
             s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
         s = s * scale
+        if CODE > 0:
+            s = s * scales_of(keys, known, D, CODE)[None]
         if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
             t = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
             s = tl.where(s < 0, -softcap, softcap) * ((1.0 - t) / (1.0 + t))
@@ -242,7 +251,10 @@ def _part(
             else:
                 values = value_pages + page * stride_vp + head * stride_vh + place * stride_vt
                 v_mask = known[:, None] & (dv < DV)[None]
-                v = tl.load(values[:, None] + dv[None], mask=v_mask, other=0.0)
+                v = tl.load(values[:, None] + dv[None], mask=v_mask, other=0)
+                if CODE > 0:
+                    v = widened(v, CODE).to(q1.dtype)
+                    p = p * scales_of(values, known, DV, CODE)[None]
                 if FLOAT32:
                     v = v.to(tl.float32)
             acc = acc * alpha[:, None]
@@ -312,7 +324,7 @@ def parts_of(
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     (num_rows, num_heads, dim), num_kv_heads = query.shape, key_pages.shape[1]
     first, rest = two_parts(dim)
-    value_dim = value_pages.shape[3]
+    value_dim = row_dim(value_pages)
     shared = (
         value_pages.data_ptr() == key_pages.data_ptr()
         and value_pages.stride() == key_pages.stride()
@@ -363,6 +375,7 @@ def parts_of(
         SHARED=shared,
         SCORES=scores is not None,
         FLOAT32=in_float32(query),
+        CODE=code(key_pages),
         ROWS=cut.rows,
         BLOCKS=cut.blocks,
         TOKENS=cut.tokens,

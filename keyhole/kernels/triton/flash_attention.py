@@ -47,7 +47,7 @@ def prefill(
     if (
         query.dtype not in _DTYPES
         or dim > _LARGEST_HEAD
-        or value_pages.shape[3] != dim
+        or reference.row_dim(value_pages) != dim
         or (window is not None and window < end)
         or softcap is not None
         or sinks is not None
@@ -55,7 +55,10 @@ def prefill(
         paged = (query, key_pages, value_pages, pages, start)
         return reference.prefill(*paged, scale=scale, window=window, softcap=softcap, sinks=sinks)
     pages = pages[: -(-end // key_pages.shape[2])]
-    key, value = (_in_order(x, pages, query.device)[:, :, :end] for x in (key_pages, value_pages))
+    key, value = (
+        reference.dequantised(_in_order(x, pages, query.device)[:, :, :end]).to(query.dtype)
+        for x in (key_pages, value_pages)
+    )
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key,
@@ -121,6 +124,7 @@ def takes(paged: PagedQuery, softcap: float | None, sinks: Tensor | None) -> boo
     (_, num_heads, dim), (_, num_kv_heads, size, _) = query.shape, key_pages.shape
     return (
         query.dtype in _PAGED_DTYPES
+        and key_pages.dtype == query.dtype
         and dim == value_pages.shape[3]
         and softcap is None
         and sinks is None

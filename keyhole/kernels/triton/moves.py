@@ -61,7 +61,10 @@ def append(
     value: Tensor | None,
     slots: Tensor,
 ) -> None:
-    """As the reference."""
+    """As the reference; floats for pages of 8 bits are quantised by torch and then copied."""
+    if reference.is_quantised(key_pages) and not reference.is_quantised(key):
+        key = reference.quantise(key, key_pages.dtype)
+        value = None if value is None else reference.quantise(value, key_pages.dtype)
     num_tokens, num_kv_heads, dim = key.shape
     if not num_tokens:
         return

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from keyhole.kernels.selection import Selection
 from keyhole.kernels.triton.attend import in_float32
+from keyhole.kernels.triton.quantised import code, scales_of, widened
 
 
 @triton.jit
@@ -38,6 +39,7 @@ def _page_bounds(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
+    CODE: tl.constexpr,
 ):
     number, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     page, count = tl.load(pages + number), tl.load(filled + number)
@@ -49,7 +51,10 @@ def _page_bounds(
         t = start + tl.arange(0, TOKENS)
         mask = (t < count)[:, None] & (d < D)[None]
         rows = key_pages + page * stride_kp + head * stride_kh + t * stride_kt
-        key = tl.load(rows[:, None] + d[None], mask=mask, other=0.0).to(tl.float32)
+        key = tl.load(rows[:, None] + d[None], mask=mask, other=0)
+        if CODE > 0:
+            key = widened(key, CODE).to(tl.float32) * scales_of(rows, t < count, D, CODE)[:, None]
+        key = key.to(tl.float32)
         least = tl.minimum(least, tl.min(tl.where(mask, key, float("inf")), 0))
         most = tl.maximum(most, tl.max(tl.where(mask, key, float("-inf")), 0))
         broken = tl.maximum(broken, tl.max((key != key).to(tl.int32), 0))
@@ -69,7 +74,7 @@ def page_bounds(
     assert high.is_contiguous()
     if not len(pages):
         return
-    _, num_kv_heads, _, dim = key_pages.shape
+    num_kv_heads, dim = key_pages.shape[1], low.shape[2]
     _page_bounds[len(pages), num_kv_heads](
         key_pages,
         low,
@@ -81,6 +86,7 @@ def page_bounds(
         D=dim,
         D_PADDED=triton.next_power_of_2(dim),
         TOKENS=16,
+        CODE=code(key_pages),
     )
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -52,7 +53,7 @@ def adapt(network: Any) -> bool:
     """
     found = [module for module in network.modules() if _is_changing(module)]
     for module in found:
-        module.__class__ = _subclass(type(module))
+        module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
         module.sets = {}
     return bool(found)
 
@@ -65,6 +66,19 @@ def using(rows: Sequence[RopeRows]) -> Iterator[None]:
         yield
     finally:
         _ROWS.reset(token)
+
+
+def rope_rows(lengths: Sequence[tuple[int, int]], device: torch.device) -> list[RopeRows]:
+    """The packed rows of each length beyond the threshold.
+
+    lengths: of each sequence in the row its `RopeLengths.effective` length and its tokens.
+    """
+    of_rows = np.repeat([n for n, _ in lengths], [count for _, count in lengths])
+    return [
+        (n, torch.from_numpy(np.flatnonzero(of_rows == n)).to(device))
+        for n in np.unique(of_rows).tolist()
+        if n
+    ]
 
 
 def _is_changing(module: Any) -> bool:

@@ -7,7 +7,6 @@ tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -17,20 +16,19 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from keyhole import LLM, Quest, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import Model, load
 from tests.checkpoints import make_model
+from tests.engine.requests_machine import GREEDY, RequestsMachine
 from tests.engine.speculation.drafts import COUNT, Erring, under_draft
 from tests.policies.models import VOCAB, prompt
 from tests.policies.recording import PAGE, run
 
 #: It reads everything, so that no rounding can change a choice, and keeps bounds of every page.
 POLICY = Quest(token_budget=512)
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 @functools.cache
@@ -54,7 +52,7 @@ def continued(length: int, start: int) -> list[int]:
     return sequence.tokens
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(RequestsMachine):
     """Requests that come, are stepped, are taken out, and are continued."""
 
     @initialize(pages=st.integers(26, 60))
@@ -63,12 +61,11 @@ class Machine(RuleBasedStateMachine):
         self.engine = engine_of(draft="ngram", num_draft_tokens=COUNT, memory=pages * page_bytes)
         self.texts: list[list[int]] = []
         under_draft(self.engine, Erring(self.texts, VOCAB))
-        self.requests: list[Sequence] = []
+        self.requests = []
 
     def add(self, text: list[int], more: int) -> None:
         if -(-(len(text) + more) // PAGE) <= self.engine.max_pages:
-            params = SamplingParams(max_tokens=more, **GREEDY)
-            self.requests.append(self.engine.add(text, params, keep_logits=True))
+            super().add(text, more)
 
     @rule(length=st.integers(1, 60), start=st.integers(0, 1), more=st.integers(1, 30))
     def come(self, length: int, start: int, more: int) -> None:
@@ -83,34 +80,17 @@ class Machine(RuleBasedStateMachine):
         ended = [request for request in self.requests if request.finish_reason == "length"]
         self.add([*ended[number % len(ended)].tokens, 7], more)
 
-    @precondition(lambda self: self.engine.has_work)
-    @rule(count=st.integers(1, 12))
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step()
-            self.engine.check_integrity()
-            for one in self.engine.scheduler.running:
-                assert len(one.pages) <= -(-len(one.tokens) // PAGE)
-                assert one.num_computed < len(one.tokens)
-
-    @precondition(lambda self: self.engine.has_work)
-    @rule(number=st.integers(0, 99))
-    def leave(self, number: int) -> None:
-        left = [request for request in self.requests if not request.is_finished]
-        self.engine.abort(left[number % len(left)])
+    def after_step(self) -> None:
+        for one in self.engine.scheduler.running:
+            assert len(one.pages) <= -(-len(one.tokens) // PAGE)
+            assert one.num_computed < len(one.tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        plain = engine_of(memory="4MiB", prefix_cache=False)
+        self.compare_with(engine_of(memory="4MiB", prefix_cache=False))
         other = engine_of(memory="4MiB")
         for request in self.requests:
-            if request.finish_reason == "length":
-                params = dataclasses.replace(request.params, max_tokens=1)
-                alone = plain.add(request.prompt, params, given=request.generated, keep_logits=True)
-                run(plain)
-                found, wanted = torch.stack(request.logits), torch.stack(alone.logits)
-                assert (found - wanted[: len(found)]).abs().max() <= 1e-4
             other.add(request.tokens, SamplingParams(max_tokens=1, **GREEDY))
             run(other)
         self.compare_prefixes(other)

@@ -65,6 +65,7 @@ def test_every_question_has_a_line_with_every_method(reader: Model, tmp_path: Pa
     assert evaluation(reader, path, samples=5).missing(TASK, LENGTH) == 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_a_further_method_is_added(
     reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

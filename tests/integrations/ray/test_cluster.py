@@ -45,24 +45,29 @@ def body(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Clients that ask as long as the block lives, every second one for a stream."""
+    """Clients that ask as long as the block lives, every second one for a stream.
+
+    under_way: clients whose stream has begun and not ended.
+    """
 
     address: str
     tokens: int = 40
+    clients: int = 8
+    under_way: set[int] = field(default_factory=set)
     answers: list[tuple[int, Any]] = field(default_factory=list)
     streams: list[list[Any]] = field(default_factory=list)
 
     def __enter__(self) -> Load:
         self._ended = threading.Event()
-        self._clients = ThreadPoolExecutor(8)
-        self._running = [self._clients.submit(self._ask, client) for client in range(8)]
+        self._threads = ThreadPoolExecutor(self.clients)
+        self._running = [self._threads.submit(self._ask, one) for one in range(self.clients)]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         for one in self._running:
             one.result(TIMEOUT)
-        self._clients.shutdown()
+        self._threads.shutdown()
 
     def _ask(self, client: int) -> None:
         place, number = f"{self.address}/v1/completions", 0
@@ -77,7 +82,11 @@ class Load:
                     asked = body(prompt, self.tokens, stream=True)
                     with web.stream("POST", place, json=asked) as stream:
                         assert stream.status_code == 200
-                        said = [line[6:] for line in stream.iter_lines() if line]
+                        said = []
+                        for line in filter(None, stream.iter_lines()):
+                            self.under_way.add(client)
+                            said.append(line[6:])
+                    self.under_way.discard(client)
                     self.streams.append([x if x == "[DONE]" else json.loads(x) for x in said])
 
     @property
@@ -95,8 +104,17 @@ class Load:
 @pytest.fixture(scope="module")
 def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     documents = str(tmp_path_factory.mktemp("documents"))
-    with cluster.application(model=model, num_replicas=2, documents=documents) as address:
+    settings = {"num_replicas": 2, "documents": documents, "max_batch": 8}
+    with cluster.application(model=model, **settings) as address:
         yield address
+
+
+def test_a_body_may_be_larger_than_grpcs_messages_are_by_default(address: str) -> None:
+    content = json.dumps(body("hello", 2)).encode() + b" " * 5 * 2**20
+    headers = {"content-type": "application/json"}
+    place = f"{address}/v1/completions"
+    got = httpx2.post(place, content=content, headers=headers, timeout=TIMEOUT)
+    assert got.json()["usage"]["completion_tokens"] == 2
 
 
 def test_a_killed_replica_breaks_streams_alone_and_comes_back(address: str) -> None:
@@ -104,8 +122,9 @@ def test_a_killed_replica_breaks_streams_alone_and_comes_back(address: str) -> N
     assert put.status_code == 201
     before = set(cluster.replica_pids())
     assert len(before) == 2
-    with Load(address, tokens=240) as load:  # streams are under way nearly all the time
-        until(lambda: len(load.streams) > 8)
+    # As many clients as both replicas run at once: both have streams when all are under way.
+    with Load(address, tokens=240, clients=16) as load:
+        until(lambda: len(load.streams) > 8 and len(load.under_way) == 8)
         cluster.kill(before.copy().pop())
         until(lambda: len(set(cluster.replica_pids()) - before) == 1)
         seen = len(load.answers)

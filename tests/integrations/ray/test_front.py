@@ -51,7 +51,7 @@ class Replicas:
         self.pieces = [Pieces(answer) for answer in answers]
 
     def options(self, **settings: Any) -> Replicas:
-        assert settings == {"stream": True, "method_name": "answer"}
+        assert (settings["stream"], settings["method_name"]) == (True, "answer")
         return self
 
     def remote(self, *call: Any) -> Pieces:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
 from keyhole import LLM
+from keyhole.integrations.ray.start import with_environment
 from tests.checkpoints import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -57,3 +58,15 @@ def test_a_store_of_another_model_ends_it_too(tmp_path: Path) -> None:
     # Beside what Serve's own processes write.
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("Error: "))
     assert line.startswith(f"Error: none of the 1 documents at '{store}' was encoded by ")
+
+
+def test_an_actors_own_environment_has_precedence() -> None:
+    name = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
+    runtime = {"working_dir": "here", "env_vars": {name: "1", "MINE": "x"}}
+    found = with_environment({"num_cpus": 2, "runtime_env": runtime})
+    assert found["num_cpus"] == 2
+    assert found["runtime_env"]["working_dir"] == "here"
+    variables = found["runtime_env"]["env_vars"]
+    assert (variables[name], variables["MINE"]) == ("1", "x")
+    assert variables["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
+    assert with_environment({"num_cpus": 0})["runtime_env"]["env_vars"][name] == "0"

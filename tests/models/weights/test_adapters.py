@@ -46,6 +46,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return {"base": base, "adapter": adapter, "beside": beside, "merged": merged}
 
 
+@pytest.mark.slow
 def test_an_adapter_beside_weights_is_applied(folders: dict[str, Path]) -> None:
     tokens = {
         name: LLM(folders[name], device="cpu").generate(PROMPT, PARAMS).token_ids

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model("llama", tmp_path_factory.mktemp("plain"), tokenizer=True, **SIZES)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weights", ["int4", "int8", "int4:group_size=32"])
 def test_every_policy_gives_the_logits_of_the_packed_model(folder: str, weights: str) -> None:
     """Against transformers' eager attention over the same packed layers: ragged, in chunks."""

@@ -27,14 +27,34 @@ namespace {
 #include "bounds.h"
 #include "summaries.h"
 #include "linear.h"
+#include "quantise.h"
 
-template <class T>
-void attend_as(const Attend& a) {
-    Attention<T>(a).run();
-}
+// `K` of a call: the dtype in which keys and values are stored.
 template <class T>
 void prefill_as(const Prefill& a) {
-    CausalAttention<T>(a).run();
+    if (a.stored == DType::int8) CausalAttention<int8, T>(a).run();
+    else if (a.stored == DType::e4m3) CausalAttention<e4m3, T>(a).run();
+    else CausalAttention<T>(a).run();
+}
+template <class T>
+void page_bounds_as(const PageBounds& a) {
+    if (a.stored == DType::int8) page_bounds<int8, T>(a);
+    else if (a.stored == DType::e4m3) page_bounds<e4m3, T>(a);
+    else page_bounds<T>(a);
+}
+template <class T>
+void quantise(const Append& a) {
+    a.stored == DType::int8 ? quantise_as<T, int8>(a) : quantise_as<T, e4m3>(a);
+}
+
+void any_attend(const Attend& a) {
+    switch (a.dtype) {
+        case DType::float32: return Attention<float>(a).run();
+        case DType::bfloat16: return Attention<bfloat16>(a).run();
+        case DType::float16: return Attention<float16>(a).run();
+        case DType::int8: return Attention<int8, float>(a).run();
+        case DType::e4m3: return Attention<e4m3, float>(a).run();
+    }
 }
 
 #define KEYHOLE_BY_DTYPE(name, function, Arguments)               \
@@ -43,11 +63,12 @@ void prefill_as(const Prefill& a) {
             case DType::float32: return function<float>(a);       \
             case DType::bfloat16: return function<bfloat16>(a);   \
             case DType::float16: return function<float16>(a);     \
+            default: return;                                      \
         }                                                         \
     }
-KEYHOLE_BY_DTYPE(any_attend, attend_as, Attend)
 KEYHOLE_BY_DTYPE(any_prefill, prefill_as, Prefill)
-KEYHOLE_BY_DTYPE(any_page_bounds, page_bounds, PageBounds)
+KEYHOLE_BY_DTYPE(any_quantise, quantise, Append)
+KEYHOLE_BY_DTYPE(any_page_bounds, page_bounds_as, PageBounds)
 KEYHOLE_BY_DTYPE(any_bound_scores, bound_scores, BoundScores)
 KEYHOLE_BY_DTYPE(any_summary_scores, summary_scores, SummaryScores)
 KEYHOLE_BY_DTYPE(any_linear, linear, Linear)
@@ -58,8 +79,8 @@ KEYHOLE_BY_DTYPE(any_unpack, unpack, Unpack)
 }  // namespace
 
 extern const Path KEYHOLE_PATH;
-const Path KEYHOLE_PATH = {any_attend,       any_prefill,        any_page_bounds,
-                           any_bound_scores, any_summary_scores, any_linear,
-                           any_packed_linear, any_unpack};
+const Path KEYHOLE_PATH = {any_attend,        any_prefill,  any_quantise,
+                           any_page_bounds,   any_bound_scores,
+                           any_summary_scores, any_linear,  any_packed_linear, any_unpack};
 
 }  // namespace keyhole

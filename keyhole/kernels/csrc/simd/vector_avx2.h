@@ -51,6 +51,21 @@ static inline Vector load(const T* p) {
     return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), p);
 }
 
+static inline Vector widen(__m128i x, const int8*) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))};
+}
+static inline Vector widen(__m128i x, const e4m3*) {
+    // As a float16 of the same exponent and mantissa bits.
+    const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(x), 7);
+    return {_mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(int16_t(0xbf80))))};
+}
+static inline Vector load(const int8* p) {
+    return widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), p);
+}
+static inline Vector load(const e4m3* p) {
+    return widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), p);
+}
+
 static inline void store(float* p, Vector a) { _mm256_storeu_ps(p, a.v); }
 static inline __m128i narrow(Vector a, const float16*) { return _mm256_cvtps_ph(a.v, 0); }
 static inline __m128i narrow(Vector a, const bfloat16*) {

@@ -48,6 +48,25 @@ static inline Vector load(const T* p, int n) {
     return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
 }
 
+static inline Vector widen(__m128i x, const int8*) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))};
+}
+static inline Vector widen(__m128i x, const e4m3*) {
+    // As a float16 of the same exponent and mantissa bits.
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(int16_t(0xbf80))))};
+}
+#define KEYHOLE_LOAD_8(T)                                                                \
+    static inline Vector load(const T* p) {                                              \
+        return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), p);           \
+    }                                                                                    \
+    static inline Vector load(const T* p, int n) {                                       \
+        return widen(_mm_maskz_loadu_epi8(first(n), p), p);                              \
+    }
+KEYHOLE_LOAD_8(int8)
+KEYHOLE_LOAD_8(e4m3)
+#undef KEYHOLE_LOAD_8
+
 static inline void store(float* p, Vector a) { _mm512_storeu_ps(p, a.v); }
 static inline void store(float* p, Vector a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
 static inline __m256i narrow(Vector a, const bfloat16*) { return (__m256i)_mm512_cvtneps_pbh(a.v); }

@@ -70,6 +70,11 @@ static inline float widened(float16 x) {
     r *= 0x1p112f;
     return sign ? -r : r;
 }
+static inline float widened(int8 x) { return x.bits; }
+static inline float widened(e4m3 x) {
+    // As a float16 of the same exponent and mantissa bits.
+    return widened(float16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
 static inline void narrowed(float x, bfloat16& out) {
     uint32_t bits;
     memcpy(&bits, &x, 4);

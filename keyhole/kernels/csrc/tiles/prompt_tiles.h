@@ -10,9 +10,9 @@ class PromptTiles {
 
     void attend(const typename Product<T>::Query* query, int64_t query_stride, const Tile<T>& tile,
                 const Rows& rows, const int64_t* after, const int64_t* until,
-                const Tile<T>* ahead) const {
+                const Tile<T>* ahead, const Scales* scales) const {
         attend_tile<T>(query, query_stride, tile, a_.D, a_.Dv, a_.scoring, rows, nullptr, 0, after,
-                       until, ahead);
+                       until, ahead, scales);
     }
 
   private:

@@ -48,15 +48,16 @@ class PromptTiles {
         : a_(a), keys_(room), values_(room + a.D * kTile), stride_(rounded_up(a.Dv, Vector::width)) {}
 
     void attend(const float* query, int64_t query_stride, const Tile<T>& tile, const Rows& rows,
-                const int64_t* after, const int64_t* until, const Tile<T>*) const {
+                const int64_t* after, const int64_t* until, const Tile<T>*,
+                const Scales* scales) const {
         pack(tile);
         int64_t row = 0;
         for (; row + 4 <= rows.count; row += 4)
-            attend_rows<4>(query, query_stride, tile, rows, row, after, until);
+            attend_rows<4>(query, query_stride, tile, rows, row, after, until, scales);
         for (; row + 2 <= rows.count; row += 2)
-            attend_rows<2>(query, query_stride, tile, rows, row, after, until);
+            attend_rows<2>(query, query_stride, tile, rows, row, after, until, scales);
         for (; row < rows.count; row++)
-            attend_rows<1>(query, query_stride, tile, rows, row, after, until);
+            attend_rows<1>(query, query_stride, tile, rows, row, after, until, scales);
     }
 
   private:
@@ -80,15 +81,17 @@ class PromptTiles {
 
     template <int H>
     void attend_rows(const float* query, int64_t query_stride, const Tile<T>& tile,
-                     const Rows& rows, int64_t row, const int64_t* after,
-                     const int64_t* until) const {
+                     const Rows& rows, int64_t row, const int64_t* after, const int64_t* until,
+                     const Scales* scales) const {
         alignas(64) float scores[H * kTile];
         float* out = rows.out + row * rows.stride;
         multiply<H, false>(query + row * query_stride, query_stride, keys_, kTile, a_.D, kTile,
                            scores, kTile);
+        if (scales) scale_rows<H>(scores, scales->key);
         finish_scores<T, H>(scores, tile, a_.scoring, after ? after + row : nullptr,
                             until ? until + row : nullptr);
         for (int h = 0; h < H; h++) weigh(scores + h * kTile, rows, row + h);
+        if (scales) scale_rows<H>(scores, scales->value);
         multiply<H, true>(scores, kTile, values_, stride_, tile.count, stride_, out, stride_);
     }
 

@@ -15,6 +15,36 @@ struct Tile {
     uint32_t rebuilt = 0;  // bit mask of tokens whose `key` is a row of coefficients
 };
 
+// The scales of a tile's keys and values of 8 bits.
+struct Scales {
+    alignas(64) float key[kTile], value[kTile];
+};
+
+// The scale behind a row of D numbers.
+template <class T>
+static inline float scale_of(const T* row, int64_t D) {
+    float scale;
+    memcpy(&scale, row + D, sizeof scale);
+    return scale * Scaled<T>::step;
+}
+template <class T>
+static inline void read_scales(const Tile<T>& tile, int64_t D, int64_t Dv, bool values,
+                               Scales& scales) {
+    for (int t = 0; t < kTile; t++) scales.key[t] = scale_of(tile.key[t], D);
+    for (int t = 0; values && t < kTile; t++) scales.value[t] = scale_of(tile.value[t], Dv);
+}
+// Multiplies the numbers of H rows by those of the tokens.
+template <int H>
+static inline void scale_rows(float* numbers, const float* by) {
+    for (int t = 0; t < kTile; t += Vector::width) {
+        const Vector scale = load(by + t);
+        for (int h = 0; h < H; h++) {
+            float* row = numbers + h * kTile + t;
+            store(row, load(row) * scale);
+        }
+    }
+}
+
 // Prefetches rows that are needed soon, a cache line at a time. A core supports a few dozen
 // outstanding misses, so prefetches are spread over the work on earlier rows (benchmarks/LOG.md:
 // twice as fast as all at once). Always inlined: GCC drops calls that do nothing else. Prefetches
@@ -75,7 +105,7 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
     constexpr int W = Vector::width, N = W / H;  // N keys at a time fill a vector with sums
     const int64_t whole = D / P::step * P::step;
     const int rest = static_cast<int>(D - whole);
-    const Ahead<T> soon(ahead, D);
+    const Ahead<T> soon(ahead, D + Scaled<T>::bytes);
     for (int t = 0; t < kTile; t += N) {
         Vector sum[W];
         for (int i = 0; i < W; i++) sum[i] = broadcast(0.0f);
@@ -150,7 +180,7 @@ template <class T, int H>
 static inline void mix_rows(const float* weights, const T* const* values, int count, int64_t Dv,
                             float* out, int64_t stride, const T* const* ahead) {
     constexpr int W = Vector::width, N = W / 4;  // vectors at a time
-    Ahead<T> soon(ahead, Dv);
+    Ahead<T> soon(ahead, Dv + Scaled<T>::bytes);
     // Memory order only with equal passes of a few lines, otherwise lines are missed.
     if (Dv % (N * W) != 0 || N * W < 2 * soon.line) soon.whole = false;
     int64_t d = 0;
@@ -233,15 +263,17 @@ static inline void finish_scores(float* scores, const Tile<T>& tile, const Scori
 }
 
 // One block of H rows over one tile. `raw`, if any, takes the scores: [H] rows of `raw_stride`.
-// `ahead`: the tile that comes next, or null.
+// `ahead`: the tile that comes next, or null. `scales`: of a tile of 8-bit numbers, else null.
 template <class T, int H>
 static inline void attend_rows(const typename Product<T>::Query* query, int64_t query_stride,
                                const Tile<T>& tile, int64_t D, int64_t Dv, const Scoring& how,
                                const Rows& rows, int64_t row, float* raw, int64_t raw_stride,
-                               const int64_t* after, const int64_t* until, const Tile<T>* ahead) {
+                               const int64_t* after, const int64_t* until, const Tile<T>* ahead,
+                               const Scales* scales) {
     alignas(64) float scores[H * kTile];
     score_rows<T, H>(query + row * query_stride, query_stride, tile.key, D, scores,
                      ahead ? ahead->key : nullptr);
+    if (scales) scale_rows<H>(scores, scales->key);
     finish_scores<T, H>(scores, tile, how, after ? after + row : nullptr,
                         until ? until + row : nullptr);
     if (raw)
@@ -249,6 +281,7 @@ static inline void attend_rows(const typename Product<T>::Query* query, int64_t 
             memcpy(raw + (row + h) * raw_stride, scores + h * kTile, tile.count * sizeof(float));
     if (!rows.out) return;
     for (int h = 0; h < H; h++) weigh(scores + h * kTile, rows, row + h);
+    if (scales) scale_rows<H>(scores, scales->value);
     mix_rows<T, H>(scores, tile.value, tile.count, Dv, rows.out + row * rows.stride, rows.stride,
                    ahead ? ahead->value : nullptr);
 }
@@ -257,26 +290,27 @@ template <class T>
 static inline void attend_tile(const typename Product<T>::Query* query, int64_t query_stride,
                                const Tile<T>& tile, int64_t D, int64_t Dv, const Scoring& how,
                                const Rows& rows, float* raw, int64_t raw_stride,
-                               const int64_t* after, const int64_t* until, const Tile<T>* ahead) {
+                               const int64_t* after, const int64_t* until, const Tile<T>* ahead,
+                               const Scales* scales = nullptr) {
     int64_t row = 0;
     for (; row + 4 <= rows.count; row += 4)
         attend_rows<T, 4>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until, row ? nullptr : ahead);
+                          until, row ? nullptr : ahead, scales);
     for (; row + 2 <= rows.count; row += 2)
         attend_rows<T, 2>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until, row ? nullptr : ahead);
+                          until, row ? nullptr : ahead, scales);
     for (; row < rows.count; row++)
         attend_rows<T, 1>(query, query_stride, tile, D, Dv, how, rows, row, raw, raw_stride, after,
-                          until, row ? nullptr : ahead);
+                          until, row ? nullptr : ahead, scales);
 }
 
-// Queries in the form of the products: padded with zeros to whole steps. `low`, `high`: numbers are
-// clamped to this range.
-template <class T>
-static inline void keep_query(const T* from, int64_t D, typename Product<T>::Query* to,
+// Queries in the form of their products with keys of K: padded with zeros to whole steps. `low`,
+// `high`: numbers are clamped to this range.
+template <class T, class K = T>
+static inline void keep_query(const T* from, int64_t D, typename Product<K>::Query* to,
                               float low = -INFINITY, float high = INFINITY) {
     constexpr int W = Vector::width;
-    const int64_t padded = (D + Product<T>::step - 1) / Product<T>::step * Product<T>::step;
+    const int64_t padded = (D + Product<K>::step - 1) / Product<K>::step * Product<K>::step;
     memset(to, 0, padded * sizeof *to);
     for (int64_t d = 0; d < D; d += W) {
         const int n = static_cast<int>(D - d < W ? D - d : W);
