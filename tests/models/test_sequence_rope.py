@@ -183,13 +183,12 @@ def test_stored_documents_end_at_the_threshold(path: Path, tmp_path: Path) -> No
     with pytest.raises(PromptTooLongError, match=r"'a' has 32 tokens.* at most 31 .*RoPE rotates"):
         model.documents.add("a", "x" * THRESHOLD)
     model.documents.add("a", "x" * 20)
+    one = replace(GREEDY, max_tokens=1)
     with pytest.raises(PromptTooLongError, match=r"stored documents .* at most 31 .*RoPE rotates"):
-        model.ask(
-            "y" * 15, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=1)
-        )
-    ends = model.ask(
-        "y" * 4, documents=["a"], reuse="recompute", params=replace(GREEDY, max_tokens=50)
-    )
+        model.ask("y" * 15, ["a"], reuse="reuse", params=one)
+    # Nothing is shifted where all is computed again.
+    assert len(model.ask("y" * 15, ["a"], reuse="recompute", params=one).token_ids) == 1
+    ends = model.ask("y" * 4, ["a"], reuse="reuse", params=replace(GREEDY, max_tokens=50))
     assert len(ends.prompt_token_ids) + len(ends.token_ids) == THRESHOLD
 
 
