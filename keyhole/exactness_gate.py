@@ -67,7 +67,7 @@ class Exactness:
 def require(config: Any, name: str) -> str | None:
     """ModelError unless the engine is exact for models of this config.
 
-    The first time for a family this takes a few seconds; a line that says so is logged and
+    The first time for a family this takes about a second; a line that says so is logged and
     returned. None where the verdict was known.
     """
     verdict, measured_now = _known(config, name)
