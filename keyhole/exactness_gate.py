@@ -32,6 +32,7 @@ from keyhole.errors import KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
 from keyhole.models.loading import adopt
 from keyhole.models.shrink import random_model, shrink
+from keyhole.models.text_part import text_part
 from keyhole.policies.controls import Full
 
 #: Largest difference of logits, in units of their standard deviation. Exact families differ by
@@ -127,7 +128,7 @@ def measure_family(family: str) -> Exactness:
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family not in CONFIG_MAPPING:
         raise UnknownNameError("family", family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     try:
-        config = CONFIG_MAPPING[family](**_EXAMPLES.get(family, {}))
+        config = text_part(CONFIG_MAPPING[family](**_EXAMPLES.get(family, {})))
     except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
         line = (str(failed).strip().splitlines() or ["no message"])[0]
         return Exactness(family, None, f"its default config fails: {type(failed).__name__}: {line}")
@@ -145,8 +146,12 @@ def _difference(config: Any) -> float:
         torch.randint(1, small.vocab_size, (length + _GENERATED,), generator=generator).tolist()
         for length in _LENGTHS
     ]
+    # Shorter ones first, and each with the token that could still follow it: the frequencies of
+    # some RoPE follow the longest text so far.
     with torch.no_grad():
-        wanted = [network(torch.tensor([text])).logits[0, -_GENERATED - 1 :] for text in texts]
+        by_length = sorted(texts, key=len)
+        logits = {len(text): network(torch.tensor([[*text, 1]])).logits[0] for text in by_length}
+    wanted = [logits[len(text)][-_GENERATED - 2 : -1] for text in texts]
     found = _by_engine(network, texts)
     scale = max(float(logits.std()) for logits in wanted)
     largest = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale

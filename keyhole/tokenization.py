@@ -128,18 +128,40 @@ def chat_text(
     for name in [*(["tools"] if tools else []), *(settings or {})]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise RequestError(f"this model's chat template knows no {name!r}; leave it out")
-    try:
-        text = tokenizer.apply_chat_template(
-            plain,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **(settings or {}),
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RequestError(f"this model's chat template refuses it: {line}") from error
-    return str(text)
+
+    def written(conversation: list[dict[str, Any]]) -> str:
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    conversation,
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **(settings or {}),
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RequestError(f"this model's chat template refuses it: {line}") from error
+
+    text = written(plain)
+    if "image" not in template or _has_all(text, plain):
+        return text
+    # Some templates of models of images and text write parts only, and nothing of a plain text.
+    in_parts = written([_in_parts(message) for message in plain])
+    return in_parts if _has_all(in_parts, plain) else text
+
+
+def _has_all(text: str, messages: Sequence[Message]) -> bool:
+    """Whether the contents of all messages stand in the text of the conversation."""
+    return all(str(message["content"] or "").strip() in text for message in messages)
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    """The message with its content as a list of one part."""
+    if message["content"] is None:
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _plain(message: object) -> dict[str, Any]:

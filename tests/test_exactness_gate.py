@@ -15,7 +15,8 @@ from benchmarks import reference_pages
 from keyhole import LLM, ConfigError, ModelError, SamplingParams, UnknownNameError, exactness_gate
 from keyhole.cache.layout import LayerLayout
 from keyhole.exactness_gate import measure, measure_family, require
-from keyhole.models import families, own_attention
+from keyhole.models import families
+from keyhole.models.modules import own_attention
 from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 
@@ -48,7 +49,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "long_factor": [2.0] * 48,
             },
             "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 16384,
         },
+    ),
+    "dynamic RoPE": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "heads narrower than the hidden size": ("qwen3", {"head_dim": 32}),
     "partial rotation": ("stablelm", {"partial_rotary_factor": 0.5}),
@@ -110,7 +116,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
         ("mamba", "recurrent state"),
         ("recurrent_gemma", "a recurrent state in a way of its own"),
         ("deepseek_v32", "by its own indexer"),
-        ("gemma3", "consists of several models"),
+        ("blt", "consists of several models"),
         ("openai-gpt", "a small model fails with"),
         ("doge", "logits differ from transformers' by"),
     ],
@@ -140,6 +146,16 @@ def test_a_window_that_is_one_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) 
     )
     found = measure(config)
     assert not found.exact
+
+
+@pytest.mark.parametrize("shape", ["LongRoPE", "dynamic RoPE"])
+def test_frequencies_of_another_length_are_seen(
+    monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """Every sequence gets those of a short one."""
+    monkeypatch.setattr(families.RopeLengths, "effective", lambda self, length: 0)
+    family, fields = SHAPES[shape]
+    assert not measure(CONFIG_MAPPING[family](**fields)).exact
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02])

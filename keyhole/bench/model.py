@@ -278,7 +278,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
     _draw_weights(network.eval(), config.initializer_range)
     dense = without_copying_weights(network)
     speed_up(network, device)
-    length, reason = families.max_length(config)
+    length, reason = families.max_length(config, None)
     model = Model(
         name=settings.shape,
         network=network,

@@ -54,8 +54,11 @@ STATISTICS = (
     "received",
 )
 _MAY_BE_INFINITE = ("alpha", "received")
-#: Of rows of 8-bit numbers, each with its scale.
-_QUANTISED = (torch.int8, torch.uint8)
+
+
+def _quantised() -> tuple[torch.dtype, ...]:
+    """The dtypes of rows of 8-bit numbers, each with its scale; torch is imported by need only."""
+    return (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +145,7 @@ def validate(record: DocumentRecord) -> None:
     good = dtype in (torch.float32, torch.float16, torch.bfloat16)
     require(good, "dtype of the keys", dtype, "float32, float16 or bfloat16")
     stored = record.layers[0].keys.dtype
-    good = stored in (dtype, *_QUANTISED)
+    good = stored in (dtype, *_quantised())
     require(good, "dtype of the stored keys", stored, f"{dtype}, int8 or uint8")
     for number, layer in enumerate(record.layers):
         _validate_layer(f"layer {number}: ", layer, record, (dtype, stored))
@@ -166,7 +169,7 @@ def _validate_layer(
     require(layer.keys.ndim == 3, f"{where}keys", list(layer.keys.shape), "of shape [n, Hkv, D]")
     _, heads, row = layer.keys.shape
     dtype, stored = dtypes
-    dim = row - (SCALE_BYTES if stored in _QUANTISED else 0)
+    dim = row - (SCALE_BYTES if stored in _quantised() else 0)
     query_heads = layer.block_queries.shape[1] if layer.block_queries.ndim == 3 else heads
     _expect(f"{where}keys", layer.keys, [n, heads, row], stored)
     if layer.values is not None:
@@ -192,7 +195,7 @@ def _validate_layer(
         tensor: Tensor | None = getattr(layer, name)
         if tensor is not None and tensor.is_floating_point():
             _require_numbers(f"{where}{name}", tensor, may_be_infinite=name in _MAY_BE_INFINITE)
-        elif tensor is not None and tensor.dtype in _QUANTISED:
+        elif tensor is not None and tensor.dtype in _quantised():
             scales = tensor[..., -SCALE_BYTES:].contiguous().view(torch.float32)
             _require_numbers(f"scales of {where}{name}", scales, may_be_infinite=False)
 

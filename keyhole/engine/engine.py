@@ -40,11 +40,12 @@ from keyhole.engine.speculation.verifier import Verifier
 from keyhole.errors import (
     CapacityError,
     ConfigError,
+    PromptTooLongError,
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
-from keyhole.models import recurrent_layers
 from keyhole.models.loading import Model
+from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
@@ -246,8 +247,11 @@ class Engine:
         prompt, whose computation this one waits for and shares. under: the result of `under`; None:
         the engine's policy. caller: whose request it is; those of several callers take turns.
         """
-        under = under or self._own
-        params = self._resolve(params, len(prompt) + len(given), under)
+        under, stored = under or self._own, context is not None
+        num_tokens = len(prompt) + len(given)
+        params = self._resolve(params, num_tokens, under, stored=stored)
+        assert params.max_tokens is not None
+        length = min(num_tokens + params.max_tokens, self.max_length)
         sequence = Sequence(
             list(prompt),
             params,
@@ -262,6 +266,7 @@ class Engine:
             grammar=None if params.grammar is None else self.grammars.start(params.grammar),
             caller=caller,
             drafts=None if self.drafting is None else DraftCounters(),
+            rope_length=0 if self.model.rope is None else self.model.rope.effective(length),
         )
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
@@ -270,7 +275,6 @@ class Engine:
             )
         if context is not None:
             self._document_prefill(under).check(context)
-        stored = context is not None
         self.check(sequence.tokens, params, num_given=len(given), stored=stored, under=under)
         self._enter(under)
         self.scheduler.add(sequence)
@@ -301,7 +305,7 @@ class Engine:
     def _known(self, sequence: Sequence) -> int:
         """Copies what other engines computed of a prompt into its pages; returns its tokens."""
         under = sequence.under
-        if self._copies is None or under.policy.reads_queries:
+        if self._copies is None or under.policy.reads_queries or sequence.rope_length:
             return 0
         where = (sequence.prompt, sequence.pages, self.cache)
         return self._copies.give(*where, under.keeper, self._head)
@@ -322,7 +326,14 @@ class Engine:
         """
         check_tokens(tokens, params, self.model, self.max_length)
         under = under or self._own
-        most = self._resolve(params, len(tokens), under).max_tokens
+        limit = self._longest(under, stored=stored)
+        if self.model.rope is not None and len(tokens) >= limit:
+            what = "stored documents" if stored else f"policy {under.policy.name!r}"
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens, under {what} this model takes at most "
+                f"{limit - 1} and one new token ({self.model.rope.reason})"
+            )
+        most = self._resolve(params, len(tokens), under, stored=stored).max_tokens
         assert most is not None
         length = min(len(tokens) + most, self.max_length)
         prompt = len(tokens) - num_given
@@ -332,16 +343,31 @@ class Engine:
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.offloader, self.config))
 
+    def _longest(self, under: RequestPolicy, *, stored: bool) -> int:
+        """The maximum length of a sequence, below the model's if its keys are shifted."""
+        rope = self.model.rope
+        if rope is None or not (stored or under.policy.shifts_keys):
+            return self.max_length
+        return min(self.max_length, rope.threshold)
+
     def _resolve(
-        self, params: SamplingParams, num_tokens: int, under: RequestPolicy
+        self,
+        params: SamplingParams,
+        num_tokens: int,
+        under: RequestPolicy,
+        *,
+        stored: bool = False,
     ) -> SamplingParams:
         """Parameters without None; max_tokens is what model and KV cache have room for."""
         params = params.resolve(self.model.defaults)
+        limit = self._longest(under, stored=stored)
         if params.max_tokens is not None:
-            return params
-        pages = page_limit(under.policy, self.geometry, num_tokens, self.max_length)
+            if limit == self.max_length:
+                return params
+            return replace(params, max_tokens=max(1, min(params.max_tokens, limit - num_tokens)))
+        pages = page_limit(under.policy, self.geometry, num_tokens, limit)
         room = self.max_pages * self.config.page_size
-        longest = self.max_length if pages <= self.max_pages else min(room, self.max_length)
+        longest = limit if pages <= self.max_pages else min(room, limit)
         return replace(params, max_tokens=max(1, longest - num_tokens))
 
     def step(self) -> list[Sequence]:
@@ -409,7 +435,8 @@ class Engine:
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
-                if self._copies is not None and sequence.context is None and sequence.exact:
+                alone = sequence.context is not None or sequence.rope_length
+                if self._copies is not None and not alone and sequence.exact:
                     self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
 
     def abort(self, sequence: Sequence) -> None:

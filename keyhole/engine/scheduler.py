@@ -254,7 +254,7 @@ class Scheduler:
         if NO_PAGE in pages:  # pages after an evicted one cannot be a prefix
             pages = pages[: pages.index(NO_PAGE)]
         under = sequence.under
-        self._prefix.insert(computed, pages, exact, by=under.policy, group=under.page_group)
+        self._prefix.insert(computed, pages, exact, by=under.policy, group=sequence.page_group)
 
     def _next(self) -> Sequence | None:
         """The first waiting sequence that may run now, or None.
@@ -361,7 +361,7 @@ class Scheduler:
             known,
             approximate=sequence.reuse_approximate,
             by=policy,
-            group=sequence.under.page_group,
+            group=sequence.page_group,
             reusable=policy.reusable,
         )
         sequence.pages, computed = pages, len(pages) * size

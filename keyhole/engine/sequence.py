@@ -123,6 +123,8 @@ class Sequence:
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
+    rope_length: the length whose RoPE frequencies rotate all its keys, fixed when it arrives; 0:
+    those of a short sequence (`keyhole.models.modules.sequence_rope`).
     grammar: what its tokens must follow. caller: whose request it is; the queue serves
     callers in turn, and this is number `turn`.
     trace: what was read for its tokens, if its params ask for that. drafts: None without a draft.
@@ -142,6 +144,7 @@ class Sequence:
     under: RequestPolicy = DENSE
     grammar: GrammarState | None = None
     caller: str = ""
+    rope_length: int = 0
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
@@ -195,6 +198,12 @@ class Sequence:
         """At most this many tokens are generated."""
         assert self.params.max_tokens is not None, "the engine resolves it"
         return self.params.max_tokens
+
+    @property
+    def page_group(self) -> bytes:
+        """The requests with which it shares cached prefixes."""
+        rope = f"rope {self.rope_length}".encode() if self.rope_length else b""
+        return self.under.page_group + rope
 
     @property
     def token_limit(self) -> int:

@@ -24,9 +24,10 @@ from keyhole.config import EngineConfig, parse_bytes
 from keyhole.errors import ConfigError
 from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
-from keyhole.models import families, own_attention
+from keyhole.models import families
 from keyhole.models.attention import NAME
 from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
+from keyhole.models.modules import own_attention
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.registry import require_depth
@@ -101,7 +102,7 @@ def _adopt(network: Any) -> Model:
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"keyhole.sparse takes a model on one device, this one is on {places}")
-    max_length, reason = families.max_length(network.config)
+    max_length, reason = families.max_length(network.config, None)
     calibration, head = Path(name) / CALIBRATION_FILE, Path(name) / HEAD_FOLDER
     return Model(
         name=name,

@@ -13,6 +13,7 @@ from torch import Tensor
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.recurrent_state import RecurrentStep
+from keyhole.models.modules.sequence_rope import RopeRows
 from keyhole.policies.base import Policy, Selection, Step
 
 
@@ -88,6 +89,7 @@ class Batch:
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     recurrent: the states of the step's sequences; None for a model without recurrent layers.
     state: the policy's data per sequence, by name; empty where nothing of it is used.
+    rope: the rows of sequences beyond the length at which the model's RoPE changes.
     """
 
     cache: PageCache
@@ -109,6 +111,7 @@ class Batch:
     last_layer: int | None = None
     recurrent: RecurrentStep | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    rope: Sequence[RopeRows] = ()
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

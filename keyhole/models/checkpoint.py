@@ -126,6 +126,9 @@ def _rope(family: str, fields: dict[str, Any]) -> dict[str, Any]:
         found.setdefault("rope_type", found["type"])
     if family == "phi3" and found.get("rope_type") in ("su", "yarn"):
         found["rope_type"] = "longrope"
+    if found.get("rope_type") == "longrope":
+        original = fields.get("original_max_position_embeddings")
+        found.setdefault("original_max_position_embeddings", original)
     return found
 
 
@@ -211,7 +214,8 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             )
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
-        counted = _count(headers, config)
+        # Of a model of images and text, the files have more than is loaded.
+        counted = 0 if "text_config" in stored else _count(headers, config)
         number = dtype
         if dtype == "auto":
             number = _dtype(stored, headers) if place.gguf is None else gguf_dtype(path)
@@ -231,7 +235,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             layer_parameters=built[1],
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
-            max_length=families.max_length(config)[0],
+            max_length=families.max_length(config, families.rope_lengths(config))[0],
             folder=Path(place.name),
         )
     except AttributeError as error:

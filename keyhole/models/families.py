@@ -6,6 +6,7 @@ measured by `keyhole.exactness_gate`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from keyhole.cache.layout import LayerLayout
@@ -47,12 +48,6 @@ _ENCODERS = {
     "xmod": "X-MOD",
 }
 
-#: RoPE whose frequencies change with the longest position in the call: a long request would change
-#: the results of short ones in its batch. Such models run up to the length at which the frequencies
-#: change.
-_CHANGING_ROPE = ("longrope", "dynamic")
-
-
 #: Sizes that a config may contain; each is at least 1.
 _SIZES = (
     "num_hidden_layers",
@@ -87,7 +82,8 @@ def check(config: Any, name: str) -> None:
         raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
-            f"model {name!r} ({family}) consists of several models; Keyhole runs models of text"
+            f"model {name!r} ({family}) consists of several models, and transformers has "
+            "no class for its text alone that Keyhole could run"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)
@@ -222,20 +218,81 @@ def _longest(config: Any) -> int:
     return _ALIBI_LENGTH
 
 
-def max_length(config: Any) -> tuple[int, str]:
-    """The longest sequence, and the reason for the limit."""
-    longest = _longest(config)
+@dataclass(frozen=True)
+class RopeLengths:
+    """The lengths beyond which the frequencies of a model change.
+
+    kind: "longrope" or "dynamic". threshold: up to it, nothing changes. longest: the most tokens
+    of a sequence. every: whether each length beyond has frequencies of its own.
+    """
+
+    kind: str
+    threshold: int
+    longest: int
+    every: bool
+
+    def effective(self, length: int) -> int:
+        """The smallest length with the same frequencies; 0 for those up to the threshold."""
+        if length <= self.threshold:
+            return 0
+        return length if self.every else self.threshold + 1
+
+    @property
+    def reason(self) -> str:
+        """Why something ends at the threshold, for an error."""
+        return (
+            f"its {self.kind!r} RoPE rotates the keys of longer sequences by other frequencies "
+            f"than those of up to {self.threshold} tokens"
+        )
+
+
+def rope_lengths(config: Any) -> RopeLengths | None:
+    """What a config says of its RoPE; None if its frequencies do not depend on the length."""
+    positions = getattr(config, "max_position_embeddings", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
-    for rope in ropes:
-        if rope.get("rope_type") in _CHANGING_ROPE:
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            limit = min(longest, int(original or longest))
-            kind = rope["rope_type"]
-            return limit, (
-                f"its {kind!r} RoPE changes every token's rotation beyond {limit} tokens, so that "
-                "requests of one step would change each other"
-            )
-    return longest, "the model's max_position_embeddings"
+    changing = [rope for rope in ropes if _changes(rope)]
+    if not changing or positions is None:
+        return None
+    kinds = {str(rope["rope_type"]) for rope in changing}
+    if len(kinds) > 1 or len({rope_threshold(rope, positions) for rope in changing}) > 1:
+        kind, every = " and ".join(sorted(kinds)), True
+    else:
+        (kind,) = kinds
+        every = kind == "dynamic"
+    longest = int(min(positions * _stretch(rope) for rope in changing))
+    threshold = min(rope_threshold(rope, positions) for rope in changing)
+    return RopeLengths(kind, min(threshold, longest), longest, every)
+
+
+def _changes(rope: dict[str, Any]) -> bool:
+    # HunYuan's "dynamic" RoPE with a fixed `alpha` has the same frequencies at every length.
+    kind = rope.get("rope_type")
+    return kind == "longrope" or (kind == "dynamic" and not rope.get("alpha"))
+
+
+def _stretch(rope: dict[str, Any]) -> float:
+    """By how much sequences may be longer than the config says."""
+    return float(rope.get("factor") or 1) if rope["rope_type"] == "dynamic" else 1.0
+
+
+def rope_threshold(rope: dict[str, Any], positions: int) -> int:
+    """Where transformers changes the frequencies of a layer."""
+    if rope["rope_type"] == "longrope":
+        return int(rope.get("original_max_position_embeddings") or positions)
+    return positions
+
+
+def max_length(config: Any, rope: RopeLengths | None) -> tuple[int, str]:
+    """The longest sequence, and the reason for the limit.
+
+    rope: where frequencies follow the length of each sequence; None: they are those of up to the
+    threshold.
+    """
+    longest = _longest(config)
+    changing = rope_lengths(config)
+    if changing is None:
+        return longest, "the model's max_position_embeddings"
+    if rope is None:
+        return min(longest, changing.threshold), changing.reason
+    return changing.longest, f"as far as the model's {changing.kind!r} RoPE reaches"

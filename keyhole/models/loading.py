@@ -6,7 +6,8 @@ import copy
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_peft_available
 
 from keyhole.cache.layout import Geometry
@@ -31,7 +33,7 @@ from keyhole.errors import (
     UnknownNameError,
     is_out_of_memory,
 )
-from keyhole.models import checkpoint, families, own_attention, recurrent_layers
+from keyhole.models import checkpoint, families
 from keyhole.models.attention import NAME, PassThrough
 from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.fast_layers import speed_up
@@ -43,6 +45,8 @@ from keyhole.models.locate import (
     locate,
     named,
 )
+from keyhole.models.modules import own_attention, recurrent_layers, sequence_rope
+from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.stored import (
@@ -77,7 +81,8 @@ class Model:
     """A loaded model, its tokenizer (None if it has none) and the facts in its files.
 
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
-    length_reason: the reason for that limit. calibration, head, stability: files beside the weights
+    length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
+    RoPE change; None: they never do. calibration, head, stability: files beside the weights
     for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
     they were packed in while loading.
     """
@@ -95,6 +100,7 @@ class Model:
     head: Path | None = None
     stability: Path | None = None
     draft: Path | None = None
+    rope: families.RopeLengths | None = None
     weights: str | None = None
     watched: dict[int, Any] = field(default_factory=dict)
 
@@ -153,14 +159,15 @@ class Model:
         that ends at `last_layer` returns none.
         """
         try:
-            out = self.network(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                past_key_values=PassThrough(batch, positions),
-                use_cache=False,
-                logits_to_keep=rows,
-                keyhole=batch,
-            )
+            with sequence_rope.using(batch.rope):
+                out = self.network(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    past_key_values=PassThrough(batch, positions),
+                    use_cache=False,
+                    logits_to_keep=rows,
+                    keyhole=batch,
+                )
         except LastLayer:
             return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
         logits: Tensor = out.logits[0]
@@ -209,35 +216,17 @@ def load_files(
     name, told = found.name, found.shown
     if (found.has_adapter or found.adapter is not None) and not is_peft_available():
         raise ignored_adapter(found)
-    config = read_config(found)
+    whole = _read_whole_config(found)
+    config = text_part(whole)
     families.check(config, told)
     require_known(config, told)
     if wanted is not None and found.gguf is None:
         require_unpacked(config, wanted, told)
     if accept is not None:
         accept(config, told)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            **_numbers(found, number),
-            attn_implementation=NAME,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with their names
-            **found.options,
-        )
-        network, report = loaded
-    except Exception as error:  # transformers, safetensors, the file system
-        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
-        raise ModelError(
-            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
-        ) from error
-    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
-            f"shape, the first is {missing[0]}"
-        )
+    if config is not whole:
+        announce(whole, config, told)
+    network = _load_network(found, config, number, is_part=config is not whole)
     if found.gguf is not None:
         # Its blocks are dequantised: what runs is a plain model.
         network.config.__dict__.pop("quantization_config", None)
@@ -254,6 +243,40 @@ def load_files(
     if found.adapter is not None:
         return replace(model, name=found.adapter.name)
     return model if found.gguf is None else replace(model, name=found.config.stem)
+
+
+def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool) -> Any:
+    """Transformers' model with its weights; ModelError for a damaged checkpoint.
+
+    is_part: whether the checkpoint has more models than that of this config.
+    """
+    told = found.shown
+    names = {"key_mapping": TEXT_WEIGHTS} if is_part else {}
+    try:
+        with _without_report() if is_part else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                found.name,
+                config=config,
+                **_numbers(found, number),
+                attn_implementation=NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with their names
+                **found.options,
+                **names,
+            )
+        network, report = loaded
+    except Exception as error:  # transformers, safetensors, the file system
+        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
+        raise ModelError(
+            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
+            f"shape, the first is {missing[0]}"
+        )
+    return network
 
 
 def _moved(network: Any, place: torch.device, name: str) -> Any:
@@ -352,7 +375,8 @@ def _model(
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
     speed_up(network, place)
-    max_length, reason = families.max_length(config)
+    rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
+    max_length, reason = families.max_length(config, rope)
     folder = Path(name)
     calibration, stability = folder / CALIBRATION_FILE, folder / STABILITY_FILE
     return Model(
@@ -363,6 +387,7 @@ def _model(
         dtype=network.dtype,
         max_length=max_length,
         length_reason=reason,
+        rope=rope,
         eos_token_ids=_eos(network, config),
         defaults=network.generation_config.to_dict(),
         calibration=calibration if calibration.is_file() else None,
@@ -380,8 +405,23 @@ def _say_it_is_a_demonstration() -> None:
     )
 
 
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Hides the list of weights of a vision model, which transformers does not load."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def read_config(found: ModelFiles) -> Any:
-    """Transformers' config of a model; ModelError if it cannot be read."""
+    """Transformers' config of a model, or of its language model; ModelError if unreadable."""
+    return text_part(_read_whole_config(found))
+
+
+def _read_whole_config(found: ModelFiles) -> Any:
     if found.gguf is not None:
         _require_gguf()
     try:

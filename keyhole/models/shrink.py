@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError
+from keyhole.models.families import rope_lengths
 from keyhole.models.loading import read_config
 from keyhole.models.locate import ModelFiles
 
@@ -27,6 +28,9 @@ _MAX_GROUP = 4
 _MAX_LAYERS = 6
 _VOCAB = 96
 _WINDOW = 8
+#: Tokens from which RoPE changes, and how much longer a sequence may be at least.
+_ROPE_THRESHOLD = 24
+_ROPE_FACTOR = 4.0
 
 #: Fields that get this value, if they have one: widths of MLPs and experts, ranks of MLA.
 _SIZES = {
@@ -110,6 +114,7 @@ def shrink(config: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             _set(small, name, min(value, most))
     _shrink_recurrence(small, ratio)
+    _shrink_rope_lengths(config, small)
     if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
         small.word_embed_proj_dim = small.hidden_size
     if own:
@@ -193,6 +198,22 @@ def _shrink_rope(config: Any, old_dim: int) -> None:
             if rope.get(name) is not None:
                 pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
                 rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
+
+
+def _shrink_rope_lengths(config: Any, small: Any) -> None:
+    """Thresholds of RoPE that changes with the length: between the lengths of the gate's texts."""
+    lengths = rope_lengths(config)
+    if lengths is None or lengths.threshold >= lengths.longest:
+        return
+    ropes = small.rope_parameters
+    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+        if rope.get("rope_type") == "longrope":
+            rope["original_max_position_embeddings"] = _ROPE_THRESHOLD
+            if getattr(small, "original_max_position_embeddings", None) is not None:
+                small.original_max_position_embeddings = _ROPE_THRESHOLD
+        elif rope.get("rope_type") == "dynamic":
+            rope["factor"] = max(float(rope["factor"]), _ROPE_FACTOR)
+            small.max_position_embeddings = _ROPE_THRESHOLD
 
 
 def _set(config: Any, name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -72,3 +73,15 @@ def test_what_is_no_conversation_is_one_line(
     with pytest.raises(RequestError, match=message) as found:
         chat_text(tokenizer, messages)  # type: ignore[arg-type]
     assert "\n" not in str(found.value)
+
+
+def test_a_template_that_writes_parts_only_gets_parts(tokenizer: Any) -> None:
+    """LLaVA's writes nothing of a content that is a plain text."""
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: "
+        "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>"
+        "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{{ part['text'] }}{% endfor %}; {% endfor %}"
+    )
+    said = [USER, {"role": "assistant", "content": "Yes."}]
+    assert chat_text(tokenizer, said) == "user: sum; assistant: Yes.; "

@@ -291,15 +291,29 @@ def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, model: Model)
 def test_a_model_that_waits_for_the_device_is_run_step_by_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Dynamic RoPE asks how long the text is; there is one warning, and the numbers are right."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    path = make_model("llama", tmp_path, rope_parameters=rope)
-    pair = Pair(monkeypatch, load(path, "cpu", "float32"), Full())
+    """As some experts do; there is one warning, and the numbers are right."""
+    model = load(make_model("llama", tmp_path), "cpu", "float32")
+    model.network.model.norm.register_forward_hook(lambda _, __, out: out * (out.sum().item() != 0))
+    pair = Pair(monkeypatch, model, Full())
     with pytest.warns(RuntimeWarning, match="cannot be recorded .* waits for the device") as found:
         pair.run(((0, 3, 20), (2, 40, 10)))
     assert len(found) == 1
     assert pair.recorder.repeated == 0
     assert steps_of(pair.engine).why_not is not None
+
+
+def test_rope_that_follows_the_length_is_replayed_up_to_its_threshold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The code of transformers waits for the longest position, ours knows it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    path = make_model("llama", tmp_path, rope_parameters=rope, max_position_embeddings=32)
+    pair = Pair(monkeypatch, load(path, "cpu", "float32"), Full())
+    pair.run(((0, 3, 20),))
+    replayed = pair.recorder.repeated
+    assert replayed > 0
+    pair.run(((0, 40, 10),))
+    assert pair.recorder.repeated == replayed
 
 
 def test_of_a_recording_that_fails_the_first_reason_is_told(

@@ -69,7 +69,7 @@ def test_layers_weights_and_length_are_those_of_transformers(
         fields = kept
     ours = checkpoint.read(folder(tmp_path / kind, fields))
     assert ours.layers == families.layouts(theirs)
-    assert ours.max_length == families.max_length(theirs)[0]
+    assert ours.max_length == families.max_length(theirs, families.rope_lengths(theirs))[0]
     assert ours.num_query_heads == theirs.num_attention_heads
     with torch.device("meta"):
         network = _network(theirs)
@@ -143,7 +143,10 @@ def test_a_dtype_is_the_files_unless_it_is_given(tmp_path: Path) -> None:
 def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     fields = stored("phi3") | {"original_max_position_embeddings": 256, "rope_scaling": scaling}
-    assert checkpoint.read(folder(tmp_path / "model", fields)).max_length == 256
+    rope = families.rope_lengths(checkpoint.normalised(fields))
+    assert rope is not None
+    assert (rope.kind, rope.threshold) == ("longrope", 256)
+    assert checkpoint.read(folder(tmp_path / "model", fields)).max_length == rope.longest
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconConfig
 
-from keyhole import LLM, ModelError, PromptTooLongError, RequestError, SamplingParams
+from keyhole import LLM, ModelError, RequestError, SamplingParams
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 1.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-}
 
 
 @pytest.fixture
@@ -114,23 +106,3 @@ def test_several_end_tokens_all_end(tmp_path: Path) -> None:
     result = llm.generate({"prompt_token_ids": [9, 8, 7]}, SamplingParams(temperature=0))
     assert result.token_ids == ids[: ids.index(ids[3]) + 1]
     assert result.finish_reason == "stop"
-
-
-def test_rope_that_depends_on_the_batch_runs_up_to_where_it_changes(tmp_path: Path) -> None:
-    path = make_model(
-        "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64
-    )
-    llm = LLM(path, device="cpu", dtype="float32")
-    with pytest.raises(PromptTooLongError, match=r"at most 63 .*'longrope' RoPE changes"):
-        llm.generate({"prompt_token_ids": [5] * 64})
-    # Up to the last token before the change it is exact, beside a short request.
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [5, 6] * 26}, {"prompt_token_ids": [9]}]
-    ours = llm.generate(prompts, params)
-    assert len(ours[0].token_ids) == 12
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    for prompt, result in zip(prompts, ours, strict=True):
-        ids = torch.tensor([prompt["prompt_token_ids"]])
-        new = len(result.token_ids)
-        theirs = network.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=-1)
-        assert result.token_ids == theirs[0, ids.shape[1] :].tolist()

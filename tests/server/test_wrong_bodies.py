@@ -69,6 +69,23 @@ def test_prompts_of_wrong_tokens_are_errors(address: str, prompt: Any) -> None:
     assert _is_served_or_told(httpx2.post(f"{address}/v1/completions", json=body))
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "part"),
+    [
+        ("chat/completions", "messages", {"type": "image_url", "image_url": {"url": "data:,"}}),
+        ("responses", "input", {"type": "input_image", "image_url": "data:,"}),
+    ],
+)
+def test_a_message_with_an_image_is_refused_by_name(
+    address: str, place: str, field: str, part: dict[str, Any]
+) -> None:
+    content = [{"type": "text", "text": "What is it?"}, part]
+    body = {field: [{"role": "user", "content": content}], "max_tokens": 2}
+    answer = httpx2.post(f"{address}/v1/{place}", json=body)
+    assert answer.status_code == 400
+    assert f"of type {part['type']!r}" in answer.json()["error"]["message"]
+
+
 def test_the_server_lives_after_all_that(address: str) -> None:
     answer = httpx2.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     assert answer.status_code == 200

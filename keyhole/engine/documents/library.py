@@ -276,10 +276,14 @@ class Documents:
                 f"document {name!r}: token id {wrong[0]} is not one of this model's, 0 to "
                 f"{engine.model.vocab_size - 1}"
             )
-        if len(tokens) >= engine.max_length:
+        longest, reason = engine.max_length, engine.model.length_reason
+        rope = engine.model.rope
+        if rope is not None and rope.threshold < longest:
+            longest, reason = rope.threshold, rope.reason
+        if len(tokens) >= longest:
             raise PromptTooLongError(
                 f"document {name!r} has {len(tokens)} tokens, this model takes at most "
-                f"{engine.max_length - 1} in one piece ({engine.model.length_reason}); cut it"
+                f"{longest - 1} in one piece ({reason}); cut it"
             )
         return tokens
 

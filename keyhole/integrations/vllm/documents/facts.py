@@ -123,7 +123,7 @@ def _model(config: VllmConfig) -> Model:
     if network is None:
         return load_files(found, "cpu", asked.dtype, words)
     families.check(network.config, found.name)
-    length, reason = families.max_length(network.config)
+    length, reason = families.max_length(network.config, None)
     stability = Path(found.name) / STABILITY_FILE
     return Model(
         name=Path(found.name).name,
