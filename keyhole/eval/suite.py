@@ -84,6 +84,8 @@ SPACE: Mapping[str, Sequence[Any]] = {
     "rank": (None, 0),
     "alpha": (1e-4, 1e-3, 1e-2, 1e-1),
     "per_head": (True, False),
+    "mix_lambda": (0.05, 0.1, 0.3, 0.6),
+    "kernel_size": (5, 7),
 }
 
 #: Position of the last dense layer, as a share of the full-attention layers.

@@ -56,7 +56,7 @@ MISTAKES = [
     ("generate x --policy quest:share_group=maybe", "quest:share_group 'maybe' must be true or"),
     ("generate x --policy raas:alpha=high", "raas:alpha 'high' must be a number"),
     ("generate x --policy nowhere.json", "cannot read the settings file 'nowhere.json'"),
-    ("generate x --policy sam_kv", "unknown policy 'sam_kv'; did you mean 'shadowkv'?"),
+    ("generate x --policy sam_kv", "unknown policy 'sam_kv'; did you mean 'snapkv'?"),
     ("generate x --reuse sam_kv", "unknown option of generate '--reuse'"),
     ("generate x --token-budget 256", "unknown option of generate '--token-budget'; settings"),
     ("generate x --recent-pages 1", "unknown option of generate '--recent-pages'; settings follow"),

@@ -67,7 +67,8 @@ def model(models: dict[str, Model]) -> Model:
 
 def small(name: str) -> Policy:
     cls = POLICIES[name]
-    return make_policy(name, SMALL if "token_budget" in cls.__dataclass_fields__ else {})
+    more = {"generated_in_budget": True} if name == "snapkv" else {}  # else every step has a shape
+    return make_policy(name, SMALL | more if "token_budget" in cls.__dataclass_fields__ else {})
 
 
 def recorded_engine(

@@ -36,12 +36,14 @@ SETTINGS: dict[str, Any] = {"max_batch": 8, "prefill_chunk": 24}
 NEEDS_MORE = {"quest", "infllm", "clusterkv", "shadowkv", "spe_context"}
 
 
-#: Layers of those that would read everything in so few layers; RaaS counts generated tokens alone.
+#: Layers of those that would read everything in so few layers; RaaS and R-KV count generated tokens
+#: alone.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "delta": {"delta_layers": (1,)},
     "tidal_decode": {"selection_layers": (1,)},
     "omnikv": {"filter_layers": (1,)},
     "raas": {"token_budget": 2 * PAGE},
+    "r_kv": {"token_budget": PAGE},
 }
 
 

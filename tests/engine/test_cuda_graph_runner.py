@@ -90,7 +90,7 @@ def test_settings_with_more_ways_to_go_are_repeated_too(
 
 
 #: All that may have layers below; ShadowKV if it keeps its keys as they are.
-BELOW = {name: small(name) for name in CAPTURABLE if name not in ("full", "raas")} | {
+BELOW = {name: small(name) for name in CAPTURABLE if name not in ("full", "raas", "r_kv")} | {
     "shadowkv": ShadowKV(**SMALL, rank=0),
     "delta": Delta(**SMALL, full_layers=(), delta_layers=(1,)),
 }

@@ -24,7 +24,9 @@ from tests.policies.shapes import shape
 
 GEOMETRY = shape(12)
 TERMS: dict[str, Any] = {"budget": 256, "dense": (0, 1, 2), "sinks": 16, "window": 64}
-NAMES = [name for name in available_policies() if name not in ("full", "raas")]
+#: They evict from all layers at once, or choose by the prompt alone.
+UNEQUAL = {"raas": "full_layers", "r_kv": "full_layers", "snapkv": "sink_size"}
+NAMES = [name for name in available_policies() if name not in ("full", *UNEQUAL)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,9 +59,10 @@ def test_layers_before_the_first_selection_layer_must_be_in_the_dense_set() -> N
     assert equal_terms("quest", GEOMETRY, 256, (2,), 16, 64).dense_layers(GEOMETRY) == (2,)
 
 
-def test_a_method_without_dense_layers_of_its_own_is_refused() -> None:
-    with pytest.raises(UnequalTermsError, match="raas has no setting full_layers"):
-        equal_terms("raas", GEOMETRY, **TERMS)
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_a_method_that_cannot_have_the_terms_is_refused(name: str) -> None:
+    with pytest.raises(UnequalTermsError, match=f"{name} has no setting {UNEQUAL[name]}"):
+        equal_terms(name, GEOMETRY, **TERMS)
 
 
 def test_other_settings_are_kept_but_none_that_the_terms_say() -> None:

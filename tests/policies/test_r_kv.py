@@ -119,7 +119,7 @@ def test_a_whole_model_evicts_as_the_simulation(
     """Ragged prompts at once; pages leave in the order of their scores, not of their age."""
     model, network = twins(kind, num_hidden_layers=2, **fields)
     budget = (6 if counted else 4) * PAGE
-    settings = {"window_size": WINDOW, "kernel_size": KERNEL, "threshold": THRESHOLD}
+    settings = {"observation_window": WINDOW, "kernel_size": KERNEL, "threshold": THRESHOLD}
     policy = RKV(token_budget=budget, prompt_in_budget=counted, mix_lambda=mix, **settings)
     recording = Recording(inner=policy)
     engine = make_engine(model, recording, prefill_chunk=16)
@@ -150,7 +150,7 @@ def test_a_whole_model_evicts_as_the_simulation(
 def test_of_repeated_tokens_the_older_page_goes() -> None:
     """A page of copies of one token is redundant, so that redundancy alone evicts it."""
     model, _ = twins("llama_group3", num_hidden_layers=1)
-    policy = RKV(token_budget=4 * PAGE, mix_lambda=0.0, window_size=1)
+    policy = RKV(token_budget=4 * PAGE, mix_lambda=0.0, observation_window=1)
     recording = Recording(inner=policy)
     engine = make_engine(model, recording)
     # The first three generated tokens fill the prompt's page; then come four pages.
@@ -165,7 +165,7 @@ def test_of_repeated_tokens_the_older_page_goes() -> None:
     ("settings", "named"),
     [
         ({"token_budget": 15}, "token_budget 15 must be at least one page of 16"),
-        ({"window_size": 17}, "window_size 17 must be from 1 to the page size 16"),
+        ({"observation_window": 17}, "observation_window 17 must be from 1 to the page size 16"),
         ({"mix_lambda": 1.5}, "mix_lambda 1.5 must be a number from 0 to 1"),
         ({"kernel_size": 2}, "kernel_size 2 must be an odd number"),
         ({"threshold": 2}, "threshold 2 must be a cosine"),
@@ -177,5 +177,5 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> Non
 
 
 def test_the_window_is_at_most_a_page() -> None:
-    assert RKV().resolve(shape(4)).window_size == 8
+    assert RKV().resolve(shape(4)).observation_window == 8
     assert RKV.as_published(shape(4), 64) == RKV(token_budget=64)

@@ -88,7 +88,7 @@ def test_a_whole_model_keeps_what_the_last_tokens_attend_to(
         return lists, lists
 
     policy = SnapKV(
-        token_budget=BUDGET, window_size=WINDOW, generated_in_budget=counted, **settings
+        token_budget=BUDGET, observation_window=WINDOW, generated_in_budget=counted, **settings
     )
     assert check_against(choose, model, network, policy, PROMPTS, watch=watch)
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_the_budget_holds_is_read_in_full() -> None:
     """Whatever is generated after it, as generated tokens are outside the budget."""
     model, _ = twins("llama_group3", num_hidden_layers=2)
     logits = []
-    for policy in (None, SnapKV(token_budget=BUDGET, window_size=WINDOW)):
+    for policy in (None, SnapKV(token_budget=BUDGET, observation_window=WINDOW)):
         engine = make_engine(model, policy)
         request = forced(engine, prompt(BUDGET), prompt(20))
         run(engine)
@@ -108,7 +108,7 @@ def test_a_prompt_that_the_budget_holds_is_read_in_full() -> None:
 def test_a_window_over_two_chunks_and_a_cached_prefix_is_observed_whole() -> None:
     """A chunk of one token, and a cached prefix whose last tokens' queries are not stored."""
     model, _ = twins("llama_group3", num_hidden_layers=2)
-    policy = SnapKV(token_budget=BUDGET, window_size=WINDOW)
+    policy = SnapKV(token_budget=BUDGET, observation_window=WINDOW)
     text = prompt(33)
     found = []
     for chunk, times in ((64, 1), (16, 1), (64, 2)):
@@ -123,13 +123,15 @@ def test_a_window_over_two_chunks_and_a_cached_prefix_is_observed_whole() -> Non
 
 def test_offloaded_layers_change_nothing(tmp_path: Any) -> None:
     model, _ = twins("llama_group3", num_hidden_layers=4)
-    policy = SnapKV(token_budget=24, window_size=4, generated_in_budget=True, full_layers=(0,))
+    policy = SnapKV(
+        token_budget=24, observation_window=4, generated_in_budget=True, full_layers=(0,)
+    )
     check_offloaded(model, policy, tmp_path)
 
 
 def test_reads_are_saved_and_counted() -> None:
     model, _ = twins("llama_group3", num_hidden_layers=2)
-    engine = make_engine(model, SnapKV(token_budget=BUDGET, window_size=WINDOW))
+    engine = make_engine(model, SnapKV(token_budget=BUDGET, observation_window=WINDOW))
     request = engine.add(prompt(60), dataclasses.replace(GREEDY, max_tokens=2))
     run(engine)
     assert request.stats().attended_fraction == pytest.approx((BUDGET + 1) / 61)
@@ -139,7 +141,10 @@ def test_reads_are_saved_and_counted() -> None:
     ("settings", "named"),
     [
         ({"token_budget": 1}, "token_budget 1 must be at least 2"),
-        ({"token_budget": 8, "window_size": 8}, "window_size 8 must be from 1 to below"),
+        (
+            {"token_budget": 8, "observation_window": 8},
+            "observation_window 8 must be from 1 to below",
+        ),
         ({"kernel_size": 4}, "kernel_size 4 must be an odd number"),
         ({"pooling": "sum"}, "pooling 'sum' must be avg or max"),
         ({"full_layers": (9,)}, "full_layers"),
@@ -151,5 +156,5 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> Non
 
 
 def test_the_window_is_a_quarter_of_a_small_budget() -> None:
-    assert SnapKV(token_budget=40).resolve(shape(4)).window_size == 10
-    assert SnapKV().resolve(shape(4)).window_size == 32
+    assert SnapKV(token_budget=40).resolve(shape(4)).observation_window == 10
+    assert SnapKV().resolve(shape(4)).observation_window == 32

@@ -6,7 +6,7 @@ that attention alone keeps copies. Whenever the buffer of new tokens is full, ev
 
     lambda * importance - (1 - lambda) * redundancy:
 
-importance is the attention that it receives from the last `window_size` queries (the largest
+importance is the attention that it receives from the last `observation_window` queries (the largest
 logit of a group of heads, softmax over the tokens before the window, mean over the window, largest
 of `kernel_size` neighbours); redundancy is the softmax, over tokens, of the mean cosine of its key
 with the others. Of the tokens similar to one (cosine above `threshold`), the newest is not counted,
@@ -65,7 +65,7 @@ class RKV(PageBudget):
     speculative: ClassVar[bool | str] = (
         "it evicts pages by the queries of every token, rejected tokens as well"
     )
-    window_size: int | None = setting(
+    observation_window: int | None = setting(
         None, "newest tokens that observe the others, and stay; None: 8, or a smaller page"
     )
     mix_lambda: float = setting(0.1, "weight of importance, from 0 to 1; the rest is redundancy's")
@@ -74,18 +74,18 @@ class RKV(PageBudget):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the window; checks that it fits into a page, and that weights are shares."""
-        size, window = geometry.page_size, self.window_size
+        size, window = geometry.page_size, self.observation_window
         self.require_page(size)
         window = min(8, size) if window is None else window
         right = f"from 1 to the page size {size}"
-        require(is_count(window) and window <= size, "window_size", window, right)
+        require(is_count(window) and window <= size, "observation_window", window, right)
         good = is_number(self.mix_lambda) and 0 <= self.mix_lambda <= 1
         require(good, "mix_lambda", self.mix_lambda, "a number from 0 to 1")
         good = is_number(self.threshold) and -1 <= self.threshold <= 1
         require(good, "threshold", self.threshold, "a cosine, from -1 to 1")
         odd = is_count(self.kernel_size) and self.kernel_size % 2 == 1
         require(odd, "kernel_size", self.kernel_size, "an odd number, at least 1")
-        return dataclasses.replace(self, window_size=window)
+        return dataclasses.replace(self, observation_window=window)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -94,8 +94,10 @@ class RKV(PageBudget):
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The last queries of every layer with full attention."""
-        assert self.window_size is not None, "settled by resolve"
-        return recent_queries.query_state(geometry, geometry.full_attention, self.window_size)
+        assert self.observation_window is not None, "settled by resolve"
+        return recent_queries.query_state(
+            geometry, geometry.full_attention, self.observation_window
+        )
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
         """Keeps the newest tokens' queries."""

@@ -1,10 +1,10 @@
 """SnapKV: keeps of the prompt what its last tokens attend to; the rest is never read again.
 
 Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (NeurIPS 2024, arXiv
-2404.14469), section 4. After the prompt, the attention of its last `window_size` queries is summed
-for every earlier token and pooled over `kernel_size` neighbours, so that tokens are kept with their
-surroundings. Each KV head keeps the tokens of highest score and the window, `token_budget` in
-all; the choice is final. Generated tokens are kept, too.
+2404.14469), section 4. After the prompt, the attention of its last tokens (`observation_window`) is
+summed for every earlier token and pooled over `kernel_size` neighbours, so that tokens are kept
+with their surroundings. Each KV head keeps the tokens of highest score and the window,
+`token_budget` in all; the choice is final. Generated tokens are kept, too.
 
 Cost per step and layer: `token_budget` keys and values, and the generated ones; after the prompt
 once the attention of the window over it.
@@ -57,7 +57,7 @@ class SnapKV(Policy):
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = "it keeps the choice of a prompt's tokens with the sequence"
     token_budget: int = setting(1024, "tokens kept of a prompt per KV head, the window included")
-    window_size: int | None = setting(
+    observation_window: int | None = setting(
         None, "the prompt's last tokens, which choose; None: 32, or a quarter of a smaller budget"
     )
     kernel_size: int = setting(5, "neighbouring tokens whose attention is pooled, an odd number")
@@ -67,16 +67,16 @@ class SnapKV(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the window; checks that it leaves room in the budget for a token it chooses."""
-        budget, window = self.token_budget, self.window_size
+        budget, window = self.token_budget, self.observation_window
         require(is_count(budget, 2), "token_budget", budget, "at least 2")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         window = max(1, min(32, budget // 4)) if window is None else window
         right = f"from 1 to below token_budget {budget}"
-        require(is_count(window) and window < budget, "window_size", window, right)
+        require(is_count(window) and window < budget, "observation_window", window, right)
         odd = is_count(self.kernel_size) and self.kernel_size % 2 == 1
         require(odd, "kernel_size", self.kernel_size, "an odd number, at least 1")
         require(self.pooling in ("avg", "max"), "pooling", self.pooling, "avg or max")
-        return dataclasses.replace(self, window_size=window)
+        return dataclasses.replace(self, observation_window=window)
 
     def outside_budget(self) -> str:
         """Generated tokens, unless they are counted."""
@@ -144,8 +144,8 @@ class SnapKV(Policy):
 
     @property
     def _window(self) -> int:
-        assert self.window_size is not None, "settled by resolve"
-        return self.window_size
+        assert self.observation_window is not None, "settled by resolve"
+        return self.observation_window
 
     def _covers(self, step: Step) -> bool:
         return step.max_length <= self.token_budget

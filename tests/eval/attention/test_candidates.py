@@ -37,6 +37,7 @@ CALLED = {
 UNUSED = {
     "as_published",
     "capture_key",
+    "check_draft",
     "dense_layers",
     "offloadable",
     "outside_budget",
