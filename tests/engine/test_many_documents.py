@@ -17,7 +17,7 @@ SHORT = SamplingParams(max_tokens=4)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A store of small documents; only number 70 says what is asked for."""
+    """A store of small documents; only document 70 has the answer."""
     llm = LLM(keyhole.tiny(), device="cpu", documents=tmp_path_factory.mktemp("many"))
     for number in range(NUMBER):
         words = [FILLERS[(number + i) % len(FILLERS)] for i in range(9)]

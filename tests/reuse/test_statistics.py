@@ -163,7 +163,9 @@ def test_a_power_law_gives_its_exponent() -> None:
     attention._seen = n
     found = attention.finish()
     assert int(found.representatives[2]) == 100
-    assert float(found.alpha[2]) == pytest.approx(0.7, abs=0.01)
+    # The fit takes means over bins of half an octave, each at its middle distance.
+    assert float(found.alpha[2]) == pytest.approx(0.7, abs=0.002)
+    # Fifty float32 shares, added up in another order.
     assert float(found.received[2]) == pytest.approx(float(law.mean()), rel=1e-5)
 
 

@@ -144,7 +144,7 @@ class DraftRunner(HeadRunner):
         step = batch.step
         assert step is not None
         slots = step.sequences.host_slots
-        begins = np.flatnonzero(np.diff(slots, prepend=-1))
+        begins = _begins(slots)
         leads = self._send(begins)
         place = np.searchsorted(begins, np.arange(len(slots)), side="right") - 1
         weights = functools.partial(
@@ -165,7 +165,7 @@ class DraftRunner(HeadRunner):
         if batch.step is not None:
             sequences = batch.step.sequences
             slots = sequences.host_slots
-            begins = np.flatnonzero(np.diff(slots, prepend=-1))
+            begins = _begins(slots)
             counts = np.diff(begins, append=len(slots))
             offsets = np.arange(len(slots)) - np.repeat(begins, counts)
             self._features[sequences.slots, self._send(offsets)] = fused[: len(slots)]
@@ -191,6 +191,11 @@ class DraftRunner(HeadRunner):
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.head.q.weight.device)
+
+
+def _begins(slots: np.ndarray) -> np.ndarray:
+    """The first row of each sequence, of rows [T] whose sequences have these slots."""
+    return np.flatnonzero(np.diff(slots, prepend=-1))
 
 
 def load_draft(folder: str | None, model: Model) -> DraftModel:

@@ -83,8 +83,7 @@ class RKV(PageBudget):
         require(good, "mix_lambda", self.mix_lambda, "a number from 0 to 1")
         good = is_number(self.threshold) and -1 <= self.threshold <= 1
         require(good, "threshold", self.threshold, "a cosine, from -1 to 1")
-        odd = is_count(self.kernel_size) and self.kernel_size % 2 == 1
-        require(odd, "kernel_size", self.kernel_size, "an odd number, at least 1")
+        recent_queries.require_kernel(self.kernel_size)
         return dataclasses.replace(self, observation_window=window)
 
     @classmethod

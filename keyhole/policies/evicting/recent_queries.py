@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
+from keyhole.config import is_count, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,12 @@ def query_state(
     """Name and shape of the state, for `Policy.sequence_numbers`."""
     heads = geometry.num_query_heads
     return {f"query {i}": (window, heads, geometry.layers[i].key_dim) for i in layers}
+
+
+def require_kernel(kernel_size: int) -> None:
+    """ConfigError for a pooling kernel without a middle."""
+    odd = is_count(kernel_size) and kernel_size % 2 == 1
+    require(odd, "kernel_size", kernel_size, "an odd number, at least 1")
 
 
 def keep_prompt(layer: int, queries: PromptQueries, options: Mapping[str, Any]) -> None:

@@ -73,8 +73,7 @@ class SnapKV(Policy):
         window = max(1, min(32, budget // 4)) if window is None else window
         right = f"from 1 to below token_budget {budget}"
         require(is_count(window) and window < budget, "observation_window", window, right)
-        odd = is_count(self.kernel_size) and self.kernel_size % 2 == 1
-        require(odd, "kernel_size", self.kernel_size, "an odd number, at least 1")
+        recent_queries.require_kernel(self.kernel_size)
         require(self.pooling in ("avg", "max"), "pooling", self.pooling, "avg or max")
         return dataclasses.replace(self, observation_window=window)
 

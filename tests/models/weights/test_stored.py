@@ -36,7 +36,10 @@ SIZES: dict[str, Any] = {
 
 def of_torchao(folder: Path, name: str) -> str:
     """A checkpoint that torchao stored."""
-    quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    quantization = pytest.importorskip(
+        "torchao.quantization",
+        reason="an extra of its own: it logs its own warnings into every import of transformers",
+    )
     config = {
         "int8": quantization.Int8WeightOnlyConfig,
         "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
