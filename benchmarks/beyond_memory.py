@@ -43,7 +43,8 @@ from keyhole.bench import measure
 from keyhole.bench.model import release_memory
 from keyhole.engine.engine import Engine
 from keyhole.eval.tiny_language.tasks import is_correct, make, share_before_first_error
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 
 _STATUS = Path("/proc/self/status")

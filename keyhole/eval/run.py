@@ -26,7 +26,7 @@ from keyhole.eval import policy_trace
 from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import FULL, GIVEN, TOKEN_BUDGET, Condition, Method, Terms, conditions_at
 from keyhole.eval.workload import Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 
