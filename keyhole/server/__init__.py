@@ -1,6 +1,6 @@
 """An HTTP server in front of an engine, for any OpenAI client: `keyhole serve`.
 
-    app.py         the application: routes, limits, keys
+    app.py         the application: its routes and error handlers
     bodies.py      the fields of requests
     answers.py     the fields of answers
     completions.py /v1/chat/completions and /v1/completions
@@ -9,7 +9,7 @@
     documents/     /v1/documents, and the passages that answers used
     errors.py      every error as OpenAI's error object
     gate.py        API keys, the size of bodies, an id for every request
-    limits.py      how many requests may wait
+    state.py       what requests share: engine, limits, metrics, documents
     monitoring/    log, metrics and traces
     run.py         runs the application with uvicorn
 

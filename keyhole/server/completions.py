@@ -16,14 +16,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from keyhole.engine.sequence import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from keyhole.server.answers import Answer, AnyAnswer
+from keyhole.server.answers import Answer, AnswerReads, AnyAnswer
 from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, SearchedDocuments
 from keyhole.server.chat.grammars import answer_rule, constraint_of, grammar_of
 from keyhole.server.chat.prompt import prepared, reply_to_question
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
 from keyhole.server.errors import ApiError, api_error
-from keyhole.server.reads import AnswerReads
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")

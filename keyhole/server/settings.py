@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keyhole.config import is_count, is_number, require, require_counts, setting
 from keyhole.errors import ConfigError
-from keyhole.server.chat.tool_formats import FORMATS
+from keyhole.server.chat.tool_parser import FORMATS
 
 LOG_FORMATS = ("text", "json")
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from keyhole.engine.sequence import Piece
 from keyhole.server.chat.reasoning import ReasoningSplitter, markers_of
 from keyhole.server.chat.reply import Reply
-from keyhole.server.chat.tool_formats import (
+from keyhole.server.chat.tool_parser import (
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_NAMED,
     QWEN3_CODER,
+    ToolCallParser,
     ToolFormat,
+    XmlToolCallParser,
     format_of,
 )
-from keyhole.server.chat.tool_parser import ToolCallParser
-from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
 
 THINK = markers_of("... </think> ...")
 Calls = list[tuple[str, str]]

@@ -11,7 +11,7 @@ import pytest
 
 from keyhole import LLM, SamplingParams
 from keyhole.server.chat.grammars import CallRules, grammar_of
-from keyhole.server.chat.tool_formats import QWEN3_CODER
+from keyhole.server.chat.tool_parser import QWEN3_CODER
 from tests.checkpoints import EOS
 
 LONG = "a prompt of several pages, which the second request finds in the prefix cache " * 2

@@ -11,8 +11,8 @@ import pytest
 
 from keyhole import LLM, ConfigError
 from keyhole.server.errors import ApiError
-from keyhole.server.limits import Admission
 from keyhole.server.settings import ServerConfig
+from keyhole.server.state import Admission
 from tests.server.conftest import serving
 
 

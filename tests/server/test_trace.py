@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from keyhole import LLM, Delta, SamplingParams, StreamingLLM
-from keyhole.server.reads import TokenTexts
+from keyhole.server.answers import TokenTexts
 from tests.checkpoints import make_model, make_tokenizer
 from tests.server.conftest import serving
 

@@ -5,11 +5,9 @@
     settings       the arguments of `serve run`, checked before anything starts
     start          `app`, which builds the deployments
     front          takes HTTP requests, sends each to a replica, retries those of a dead replica
-    routing        the key of a request: its documents or its conversation
-    router         Serve's request router: one replica per key, unless it is overloaded
-    replica        an engine and the application of `keyhole serve`
+    routing        the key of a request, and Serve's router: one replica per key, unless overloaded
+    replica        an engine and the application of `keyhole serve`, and its metrics through Ray
     conversations  the conversations that `previous_response_id` refers to, for all replicas
-    exporter       exports a replica's metrics through Ray
     batch          files of requests on an actor pool of Ray Data
 
 Needs the extra `keyhole[ray]`.

@@ -1,20 +1,22 @@
-"""A replica: an engine, and the application of `keyhole serve` without its socket."""
+"""A replica: an engine, the application of `keyhole serve` without its socket, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from ray.experimental import internal_kv
 from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Gauge
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.conversations import SharedHistory
-from keyhole.integrations.ray.exporter import export
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
@@ -149,3 +151,33 @@ class Replica:
 
 def _is_last(message: AsgiMessage) -> bool:
     return message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+logger = logging.getLogger("keyhole.server")
+
+#: The interval at which Ray reports metrics.
+_SECONDS = 5.0
+
+
+async def export(registry: CollectorRegistry) -> None:
+    """Copies the server's metrics to Ray periodically, under their names with the prefix `ray_`.
+
+    Serve adds the labels deployment, replica and application.
+    """
+    gauges: dict[str, Gauge] = {}
+    while True:
+        try:
+            await _copy(registry, gauges)
+        except Exception:  # metrics must not stop the replica; the next round may succeed
+            logger.exception("metrics were not exported")
+        await asyncio.sleep(_SECONDS)
+
+
+async def _copy(registry: CollectorRegistry, gauges: dict[str, Gauge]) -> None:
+    for family in await asyncio.to_thread(lambda: [*registry.collect()]):
+        for sample in family.samples:
+            if sample.name not in gauges:
+                # A gauge for all kinds: Ray would rename counters.
+                keys = tuple(sample.labels)
+                gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
+            gauges[sample.name].set(sample.value, tags=dict(sample.labels))

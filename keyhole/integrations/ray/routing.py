@@ -1,11 +1,14 @@
-"""Routing keys: requests that can reuse each other's keys and values have the same key."""
+"""Routing: requests that can reuse each other's keys and values reach the same replica."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 #: Prompts with this start in common get the same key: long enough to distinguish conversations,
 #: short enough for several questions about one text to share it.
@@ -84,3 +87,42 @@ def _opening(messages: Sequence[Any]) -> str:
             if message.get("role") == "user":
                 break
     return json.dumps(said, ensure_ascii=False)[:_CHARACTERS]
+
+
+class AffinityRouter(RequestRouter):
+    """Chooses by rendezvous hashing of the key, the first argument of a call.
+
+    Skips replicas with `overloaded` requests while another has fewer. If all are overloaded, or
+    without a key, chooses the one with the fewest requests.
+    """
+
+    def initialize_state(self, overloaded: int) -> None:
+        """overloaded: the number of requests from which a replica counts as overloaded."""
+        self._overloaded = overloaded
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The replicas in order of preference."""
+        key = ""
+        if pending_request is not None:
+            # The result lists all replicas: when all are full, Serve waits before it retries.
+            pending_request.routing_context.should_backoff = True
+            key = str(pending_request.args[0]) if pending_request.args else ""
+        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        if not key:
+            free: list[Any] = []
+            busy = random.sample([*by_name.values()], len(by_name))
+        elif key.startswith(STRICT):
+            free, busy = [by_name[name] for name in ranked(key, by_name)], []
+        else:
+            order = [by_name[name] for name in ranked(key, by_name)]
+            free = [one for one in order if self._length(one) < self._overloaded]
+            busy = [one for one in order if self._length(one) >= self._overloaded]
+        return [[one] for one in (*free, *sorted(busy, key=self._length))]
+
+    def _length(self, replica: RunningReplica) -> int:
+        """The replica's number of requests that this process knows of."""
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0

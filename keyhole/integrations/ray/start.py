@@ -17,7 +17,7 @@ from keyhole.exactness_gate import require
 from keyhole.integrations.ray.conversations import Conversations
 from keyhole.integrations.ray.front import Front
 from keyhole.integrations.ray.replica import Replica, reason
-from keyhole.integrations.ray.router import AffinityRouter
+from keyhole.integrations.ray.routing import AffinityRouter
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.models import families
 from keyhole.models.loading import read_config

@@ -10,7 +10,7 @@ from typing import Any
 
 from keyhole.grammar import JSON_WHITESPACE
 from keyhole.server.chat.reasoning import Markers
-from keyhole.server.chat.tool_formats import ToolFormat
+from keyhole.server.chat.tool_parser import ToolFormat
 from keyhole.server.errors import ApiError
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

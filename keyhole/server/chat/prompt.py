@@ -12,9 +12,12 @@ from keyhole.errors import RequestError
 from keyhole.server.chat.grammars import CallRules, answer_rule, constraint_of, grammar_of
 from keyhole.server.chat.reasoning import Markers, ReasoningSplitter, markers_of
 from keyhole.server.chat.reply import Reply
-from keyhole.server.chat.tool_formats import ToolFormat, named_format
-from keyhole.server.chat.tool_parser import ToolCallParser
-from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
+from keyhole.server.chat.tool_parser import (
+    ToolCallParser,
+    ToolFormat,
+    XmlToolCallParser,
+    named_format,
+)
 from keyhole.server.errors import ApiError
 from keyhole.tokenization import chat_text, encode_text
 

@@ -9,8 +9,12 @@ from typing import Any
 
 from keyhole.engine.sequence import Piece
 from keyhole.server.chat.reasoning import ReasoningSplitter
-from keyhole.server.chat.tool_parser import CallArguments, CallBegin, ToolCallParser
-from keyhole.server.chat.xml_tool_parser import XmlToolCallParser
+from keyhole.server.chat.tool_parser import (
+    CallArguments,
+    CallBegin,
+    ToolCallParser,
+    XmlToolCallParser,
+)
 
 _LETTERS = string.ascii_letters + string.digits
 #: Mistral's templates require nine letters or digits; others take any text.

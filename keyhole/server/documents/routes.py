@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
@@ -12,14 +13,14 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from keyhole.documents.search import Found
-from keyhole.documents.source import check_name
+from keyhole.documents.source import check_name, metadata_text
 from keyhole.documents.store import DocumentInfo
-from keyhole.errors import UnknownNameError
+from keyhole.errors import KeyholeError, UnknownNameError
 from keyhole.server.bodies import DocumentBody
-from keyhole.server.documents.callers import caller_of, enqueue, unmarked
 from keyhole.server.documents.convert import decoded, text_of
 from keyhole.server.documents.queue import Job
 from keyhole.server.errors import ApiError
+from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
 
 router = APIRouter(prefix="/v1/documents")
@@ -150,7 +151,7 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
         overwrite=body.overwrite,
         pinned=body.pinned,
     )
-    await enqueue(state, job, body.metadata, caller_of(request, state))
+    await _enqueue(state, job, body.metadata, _caller(request, state))
     if not wait:
         return JSONResponse(_shown(name, None, job), 202)
     # Shielded: a client that disconnects does not cancel the storing.
@@ -172,7 +173,7 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
     fields = {} if info is None else {**vars(info)}
     fields.pop("name", None)
     if "metadata" in fields:
-        fields["metadata"] = unmarked(fields["metadata"])
+        fields["metadata"] = _unmarked(fields["metadata"])
     status, progress, error = "ready", 1.0, None
     if job is not None:
         status, progress = job.status, job.progress
@@ -183,3 +184,69 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
         status, progress, error = "failed", 0.0, _NOT_ENCODED
     state = {"status": status, "progress": progress, "error": error}
     return {"id": name, "object": "document", **state, **fields}
+
+
+#: Field of metadata with the digest of the API key that stored a document, hidden from clients.
+#: The number of documents of each caller is limited; without keys all callers are one.
+_MARK = "keyhole_caller"
+_DIGITS = 16
+
+
+def _caller(request: Request, state: State) -> str:
+    """The digest of the caller's key; "" without keys."""
+    if not state.config.api_key:
+        return ""
+    return hashlib.sha256(bearer(request.headers)).hexdigest()[:_DIGITS]
+
+
+def _marked(metadata: Mapping[str, Any] | None, caller: str) -> dict[str, Any] | None:
+    """Metadata with the caller; ApiError if the client sends this field itself."""
+    if metadata is not None and _MARK in metadata:
+        raise ApiError(400, f"metadata may not have the name {_MARK!r}", param="metadata")
+    if not caller:
+        return None if metadata is None else dict(metadata)
+    return {**(metadata or {}), _MARK: caller}
+
+
+def _unmarked(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as the client gave it."""
+    return {name: value for name, value in metadata.items() if name != _MARK}
+
+
+async def _enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, caller: str) -> None:
+    """Adds a job with the client's metadata; ApiError 403 if the caller has too many documents."""
+    job.metadata = _marked(metadata, caller)
+    if job.metadata is not None:
+        metadata_text(job.metadata)
+    most = state.config.max_documents
+    async with state.storing:  # no other request may use up the limit meanwhile
+        # Jobs first: one that ends meanwhile is counted as stored.
+        waiting = state.encoding.jobs().values()
+        stored = {one.name: one for one in await asyncio.to_thread(state.documents.list)}
+        owned = {name for name, info in stored.items() if _owner(info.metadata) == caller}
+        owned |= {
+            one.name for one in waiting if one.status != "failed" and _owner(one.metadata) == caller
+        }
+        if len(owned | {job.name}) > most:
+            raise ApiError(
+                403,
+                f"{len(owned)} documents are stored and at most {most} may be by one caller; "
+                "remove some",
+                kind="permission_error",
+                code="too_many_documents",
+            )
+        known = stored.get(job.name) if caller and metadata is None else None
+        if known is not None and await asyncio.to_thread(_has_text, state, job):
+            job.metadata = _marked(_unmarked(known.metadata), caller)  # keeps its metadata
+        state.encoding.add(job)
+
+
+def _owner(metadata: Mapping[str, Any] | None) -> str:
+    return str((metadata or {}).get(_MARK, ""))
+
+
+def _has_text(state: State, job: Job) -> bool:
+    try:
+        return state.documents.store.source(job.name) == job.text
+    except KeyholeError:  # removed meanwhile, or damaged
+        return False

@@ -2,7 +2,6 @@
 
 routes.py   the route
 bodies.py   the fields of requests, as messages of a chat
-answer.py   the response, whole or as typed events
-items.py    the items of a response: reasoning, messages, tool calls
+answer.py   the response and its items, whole or as typed events
 history.py  conversations that later requests continue
 """

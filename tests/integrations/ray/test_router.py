@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray has an environment of its own: make test-ray")
 
-from keyhole.integrations.ray.router import AffinityRouter
-from keyhole.integrations.ray.routing import DOCUMENTS_KEY, ranked
+from keyhole.integrations.ray.routing import DOCUMENTS_KEY, AffinityRouter, ranked
 
 NAMES = ["one", "two", "three"]
 

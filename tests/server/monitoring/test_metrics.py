@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keyhole import LLM
-from keyhole.server.monitoring.collectors import BatchedHistogram
+from keyhole.server.monitoring.metrics import BatchedHistogram
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 
