@@ -1,13 +1,15 @@
-"""The cost of Ray and the gain of a second replica: `keyhole serve` compared with two replicas.
+"""The cost of Ray and the gain of a second replica: `keyhole serve` compared with two replicas,
+and with two servers without Ray.
 
     make test-ray ARGS=--collect-only  # sets up .venv-ray
     .venv-ray/bin/python -m benchmarks.serving.ray_replicas --output benchmarks/results/ray.jsonl
 
-A server and two replicas, with one thread each, run the same random model and take turns: single
-first tokens, then rounds of streams. Client, server, replicas and all of Ray's own processes share
-the cores; the result is the median of the rounds' ratios. `cpu` in a result is the CPU time of
-each kind of process per second. Ray runs with the settings for high throughput of docs/ray.md,
-unless the environment has others.
+The systems run the same random model with one thread for each engine and take turns: single first
+tokens, then rounds of streams. Two servers, each with half of the clients, show what the machine
+gives for a second engine when Ray costs nothing. Client, servers, replicas and all of Ray's own
+processes share the cores; the result is the median of the rounds' ratios. `cpu` in a result is the
+CPU time of each kind of process per second. Ray runs with the settings for high throughput of
+docs/ray.md, unless the environment has others.
 """
 
 from __future__ import annotations
@@ -70,12 +72,13 @@ _PROCESSES = {
 def main() -> None:
     """Measures, prints and adds a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-tokens", type=int, default=41)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model, of 12 layers")
-    parser.add_argument("--batch", type=int, default=16, help="max_batch; a quarter of the clients")
+    parser.add_argument("--batch", type=int, default=8, help="max_batch; a quarter of the clients")
+    parser.add_argument("--repeats", type=int, default=6, help="requests of a client in a round")
     parser.add_argument("--stream-interval", type=float, default=0.5, help="seconds")
     parser.add_argument("--note", default="")
     parser.add_argument("--output")
@@ -93,10 +96,16 @@ def main() -> None:
             "max_batch": arguments.batch,
             "stream_interval": arguments.stream_interval,
         }
-        with serving(folder, engine) as alone, replicas(folder, engine) as both:
+        with (
+            serving(folder, engine) as alone,
+            serving(folder, engine) as second,
+            replicas(folder, engine) as both,
+        ):
             line["results"] = [
                 _first_token(alone, both, arguments),
-                _throughput(alone, both, arguments),
+                _throughput(
+                    {"server": [alone], "ray": [both], "servers": [alone, second]}, arguments
+                ),
             ]
     line["bars"] = _bars(line["results"])
     for bar in line["bars"]:
@@ -161,7 +170,9 @@ def replicas(model: str, engine: dict[str, Any]) -> Iterator[str]:
         ray.shutdown()
 
 
-def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+async def _load(
+    address: str, count: int, arguments: argparse.Namespace, **more: Any
+) -> dict[str, Any]:
     settings = {
         "url": address,
         "requests": count,
@@ -169,7 +180,7 @@ def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) 
         "prompt_length": str(arguments.prompt),
         "answer_length": str(arguments.answer),
     }
-    found = asyncio.run(measure_load(ServeSettings(**settings | more)))
+    found = await measure_load(ServeSettings(**settings | more))
     result: dict[str, Any] = found["results"][0]
     return result
 
@@ -178,8 +189,8 @@ def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[s
     """Milliseconds to the first token of a single request."""
     found: dict[str, list[float]] = {alone: [], both: []}
     for seed in range(arguments.first_tokens + 3):
-        for address in _turns(alone, both, seed):
-            got = _load(address, 1, arguments, answer_length="2", seed=seed)
+        for address in (both, alone) if seed % 2 else (alone, both):
+            got = asyncio.run(_load(address, 1, arguments, answer_length="2", seed=seed))
             found[address].append(got["first_token_ms"]["p50"])
     server, cluster = found[alone][3:], found[both][3:]  # three warm up
     return {
@@ -190,39 +201,59 @@ def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[s
     }
 
 
-def _throughput(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of concurrent streams, twice as many as two replicas run at once."""
+def _throughput(systems: dict[str, list[str]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of concurrent streams, twice as many as two replicas run at once.
+
+    systems: the addresses of each; the clients are divided among them.
+    """
     # As many as run and wait in two replicas: with fewer, a replica whose requests end at the same
     # step computes small batches until the next ones arrive; the server always has some waiting.
     clients = 4 * arguments.batch
-    found: dict[str, list[float]] = {alone: [], both: []}
-    used: dict[str, list[dict[str, float]]] = {alone: [], both: []}
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    used: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     for seed in range(arguments.rounds + 1):  # the first one warms up
-        for address in _turns(alone, both, seed):
+        # In another order each time, so that drift favours none.
+        for name in list(systems)[:: -1 if seed % 2 else 1]:
             before, begin = _cpu_seconds(), time.perf_counter()
-            got = _load(address, 2 * clients, arguments, concurrency=clients, seed=seed)
+            asyncio.run(_round(systems[name], clients, seed, arguments))
             seconds, after = time.perf_counter() - begin, _cpu_seconds()
-            found[address].append(got["tokens_per_s"])
-            used[address].append({k: (after[k] - before.get(k, 0)) / seconds for k in after})
-        print(f"server {found[alone][-1]:.0f} tokens/s, ray {found[both][-1]:.0f}", file=sys.stderr)
-    server, cluster = found[alone][1:], found[both][1:]
-    shown = {"server": _median(used[alone][1:]), "ray": _median(used[both][1:])}
+            found[name].append(clients * arguments.repeats * arguments.answer / seconds)
+            used[name].append({k: (after[k] - before.get(k, 0)) / seconds for k in after})
+        print({name: round(rates[-1]) for name, rates in found.items()}, file=sys.stderr)
+    rates = {name: values[1:] for name, values in found.items()}
+    ratios = {
+        name: [b / a for a, b in zip(rates["server"], rates[name], strict=True)]
+        for name in ("ray", "servers")
+    }
+    shown = {name: _median(rows[1:]) for name, rows in used.items()}
     print("CPU seconds per second:", shown, file=sys.stderr)
-    ratios = [b / a for a, b in zip(server, cluster, strict=True)]
     return {
         "kind": "throughput",
         "clients": clients,
-        "server_tokens_per_s": statistics.median(server),
-        "ray_tokens_per_s": statistics.median(cluster),
-        "ratio": statistics.median(ratios),
+        "tokens_per_s": {name: statistics.median(values) for name, values in rates.items()},
+        "ratio": statistics.median(ratios["ray"]),
+        "ratio_without_ray": statistics.median(ratios["servers"]),
         "ratios": ratios,
         "cpu": shown,
     }
 
 
-def _turns(alone: str, both: str, seed: int) -> tuple[str, str]:
-    """In alternating order, so that drift favours neither."""
-    return (both, alone) if seed % 2 else (alone, both)
+async def _round(
+    addresses: list[str], clients: int, seed: int, arguments: argparse.Namespace
+) -> None:
+    each = clients // len(addresses)
+    await asyncio.gather(
+        *(
+            _load(
+                address,
+                arguments.repeats * each,
+                arguments,
+                concurrency=each,
+                seed=100 * seed + number,
+            )
+            for number, address in enumerate(addresses)
+        )
+    )
 
 
 def _cpu_seconds() -> dict[str, float]:

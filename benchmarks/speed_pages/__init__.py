@@ -1,13 +1,14 @@
 """Writes the stored lines into the documents: `python -m benchmarks.speed_pages`.
 
     README.md          a table per device, between two comments
-    docs/results.md    step times, memory, kernels, offloaded layers, the papers' headline
-                       settings; right answers, which `python -m benchmarks.evaluation` writes, are
-                       left unchanged
+    docs/results.md    step times, memory, kernels, offloaded layers, a million tokens, the papers'
+                       headline settings; right answers, which `python -m benchmarks.evaluation`
+                       writes, are left unchanged
     docs/images/       a figure of step time against context per table, and one of repeat rates
 
 The newest line counts: for decoding per device and batch, for kernels per device, for headline
-settings per setting on a GPU, and for offloading the newest of all. Nothing is written without a
+settings per setting on a GPU, for a million tokens per shape, policy and length, and for offloading
+the newest of all. Nothing is written without a
 line; a test compares the pages with the lines.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 from benchmarks import ROOT, results
 from benchmarks.paper import page as headline_page
+from benchmarks.speed_pages import million as million_page
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
 
@@ -80,6 +82,7 @@ def page(
     offload: Sequence[Line] = (),
     evaluation: str = "",
     headlines: Sequence[Line] | None = None,
+    million: Sequence[Line] = (),
 ) -> str:
     """docs/results.md; evaluation: the part of it that another program writes.
 
@@ -108,6 +111,7 @@ def page(
         parts.append(tables.about(line))
     for line in offload[-1:]:
         parts += offload_page.section(line)
+    parts += million_page.section(million)
     if headlines is not None:
         parts += headline_page.section(headlines)
     return "\n\n".join(parts) + "\n"
@@ -115,16 +119,19 @@ def page(
 
 def main() -> None:
     """Rewrites the pages and figures of the checkout."""
-    decode, offload = stored("decode"), stored("offload")
+    decode, offload, million = stored("decode"), stored("offload"), stored("million")
     readme, docs = ROOT / "README.md", ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
     results = docs / "results.md"
     text = evaluation(results.read_text())
-    results.write_text(page(decode, stored("kernels"), offload, text, stored("headlines")))
+    headlines = stored("headlines")
+    results.write_text(page(decode, stored("kernels"), offload, text, headlines, million))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in offload[-1:]:
         offload_page.curve(line, docs / "images" / offload_page.PICTURE)
+    if million:
+        million_page.curve(million, docs / "images" / million_page.PICTURE)
 
 
 def _device_and_batch(line: Line) -> Hashable:

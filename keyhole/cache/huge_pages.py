@@ -3,7 +3,9 @@
 Selected tokens are scattered over a cache of gigabytes. With 4 KiB memory pages nearly every one of
 them is a TLB miss (measured: benchmarks/LOG.md). On Linux a CPU tensor reserves the address space
 that it may grow to; the system provides memory as pages are written, so growth costs no time and
-only what is used is held. Elsewhere, and without address space, growth copies.
+only what is used is held. Reserved addresses cannot be written until the tensor grows into them, so
+a limit on private memory (RLIMIT_DATA) counts the tensor, not what it may become. Elsewhere, and
+without address space, growth copies.
 
 The first write to a huge page takes milliseconds in a virtual machine whose host has to provide it.
 All layers of a cache write the same rows in a step, so their tensors begin at different places of a
@@ -16,10 +18,12 @@ import ctypes
 import itertools
 import math
 import mmap
+import os
 import resource
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,10 +44,10 @@ def new_empty(like: Tensor, *shape: int, most: int = 0) -> Tensor:
     For a large CPU tensor this requests huge pages from Linux before the first write; without any
     available it is an ordinary tensor. most: rows for which address space is reserved.
     """
-    tensor = _reserved(like, max(most, shape[0]), *shape[1:]) if most else None
-    if tensor is None:
-        tensor = like.new_empty(*shape)
-    return _advised(tensor[: shape[0]])
+    reserved = _reserved(like, max(most, shape[0]), *shape[1:]) if most else None
+    if reserved is None:
+        return _advised(like.new_empty(*shape))
+    return _advised(_writable(reserved[: shape[0]]))
 
 
 def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
@@ -56,7 +60,7 @@ def enlarged(tensor: Tensor, count: int, most: int) -> Tensor:
     storage, row = tensor.untyped_storage(), tensor.stride(0) * tensor.itemsize
     if row and count * row <= storage.nbytes():
         shape = count, *tensor.shape[1:]
-        return _advised(tensor.new_empty(0).set_(storage, 0, shape, tensor.stride()))
+        return _advised(_writable(tensor.new_empty(0).set_(storage, 0, shape, tensor.stride())))
     larger = new_empty(tensor, count, *tensor.shape[1:], most=most)
     larger[: len(tensor)] = tensor
     return larger
@@ -81,18 +85,39 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and sys.platform == "linux"
 
 
+def _writable(tensor: Tensor) -> Tensor:
+    """The tensor, after making its addresses writable. MemoryError beyond a limit of the system.
+
+    No change for memory that was not reserved.
+    """
+    if is_lazy(tensor) and tensor.nbytes:
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = tensor.data_ptr() + tensor.nbytes
+        size, both = ctypes.c_size_t(end - begin), mmap.PROT_READ | mmap.PROT_WRITE
+        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(begin), size, both):
+            raise MemoryError(os.strerror(ctypes.get_errno()))
+    return tensor
+
+
 def _reserved(like: Tensor, most: int, *row: int) -> Tensor | None:
-    """A tensor [most, ...] without memory yet; None where that much cannot be reserved."""
+    """A tensor [most, ...] without memory yet; None where that much cannot be reserved.
+
+    Its addresses are not writable yet.
+    """
     size = most * math.prod(row) * like.itemsize
     if not is_lazy(like) or not size or _is_counted():
         return None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, HUGE_BYTES + size, flags=flags)
+        mapping = mmap.mmap(-1, HUGE_BYTES + size, flags=flags, prot=mmap.PROT_READ)
     except (OSError, OverflowError):  # exceeds the address space
         return None
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    # torch takes no memory that Python calls read-only, although a part of it becomes writable.
+    memory = (ctypes.c_char * len(mapping)).from_address(address)
+    memory.mapping = mapping  # type: ignore[attr-defined]  # lives as long as a tensor of it
     place = int(next(_count) * _STAGGER % 1 * HUGE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
-    offset = (place - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % HUGE_BYTES
+    offset = (place - address) % HUGE_BYTES
     numbers = math.prod(row) * most
     return torch.frombuffer(memory, dtype=like.dtype, count=numbers, offset=offset).view(most, *row)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,3 +118,30 @@ def test_more_than_there_are_addresses_is_not_reserved() -> None:
 def resident() -> int:
     """Bytes of memory that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@LINUX
+def test_a_limit_on_private_memory_counts_what_a_tensor_is_not_what_it_may_become() -> None:
+    """Reserved addresses used the limit up: later tensors were refused, or grew by copying."""
+    program = """
+import resource
+from pathlib import Path
+import torch
+from keyhole.cache import huge_pages
+text = Path("/proc/self/status").read_text()
+data = 1024 * int(text[text.index("VmData:"):].split()[1])
+limit = data + (64 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+rows = 1 << 18  # bytes
+tensor = huge_pages.new_empty(torch.empty(0), 2, rows // 4, most=1 << 16)
+larger = huge_pages.enlarged(tensor.fill_(1), 128, 1 << 16)
+assert larger.data_ptr() == tensor.data_ptr() and larger[:2].eq(1).all()
+larger.fill_(2)
+try:
+    huge_pages.enlarged(larger, 512, 1 << 16)
+except MemoryError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "refused\n"

@@ -1,13 +1,19 @@
 """The backends for a GPU over metadata as vLLM's builders make it there.
 
-Shapes, dtypes and layouts were read in vLLM 0.32: a cache [P, Hkv, page_size, 2 D] whose heads are
-apart (LBHNC), int32 tables and lengths, `query_start_loc` of R + 1. The kernels are replaced by
-attention in float64; Keyhole's Triton kernels run under the interpreter in `tests/kernels`.
-Run by `make test-vllm`, in an environment of its own.
+Shapes, dtypes and layouts were read in vLLM 0.32 and 0.33: a cache [P, Hkv, page_size, 2 D] whose
+heads are apart (LBHNC), int32 tables and lengths, `query_start_loc` of R + 1.
+`recorded_metadata.json` has the fields of both versions' metadata, and the rows of the buffers that
+the Triton backend splits long sequences into: 0.32 allocates them for `seq_threshold_3D` requests,
+0.33 for at most `max_num_seqs`. The kernels are replaced by attention in float64; Keyhole's Triton
+kernels run under the interpreter in `tests/kernels`. Run by `make test-vllm`, in an environment of
+its own.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, make_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make test-vllm`")
 
+from vllm import __version__
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl, TritonAttentionMetadata
 
@@ -43,11 +50,22 @@ BACKENDS = {
     "flash": (FlashAttentionImpl, cuda.KeyholeFlashAttention, cuda.KeyholeFlashBuilder),
     "triton": (TritonAttentionImpl, cuda.KeyholeTritonAttention, cuda.KeyholeTritonBuilder),
 }
+RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
+VERSIONS = sorted(RECORDED)
+METADATA = {"flash": FlashAttentionMetadata, "triton": TritonAttentionMetadata}
 #: Decoding requests of 150 and 40 tokens, and a prompt whose chunk of 20 ends at 50.
 LENGTHS, COUNTS = (150, 40, 50), (1, 1, 20)
 
 
-def make_metadata(kind: str, table: Tensor) -> Any:
+def recorded(version: str, kind: str, values: dict[str, Any]) -> Any:
+    """Metadata with exactly the fields of a version of vLLM; those without a value are None."""
+    names = RECORDED[version][kind]
+    made = make_dataclass("Recorded", names)(**{name: values.pop(name, None) for name in names})
+    assert not values, f"vLLM {version} has no such fields: {sorted(values)}"
+    return made
+
+
+def make_metadata(version: str, kind: str, table: Tensor) -> Any:
     starts = np.cumsum([0, *COUNTS])
     common = {
         "num_actual_tokens": int(starts[-1]),
@@ -59,14 +77,17 @@ def make_metadata(kind: str, table: Tensor) -> Any:
         "slot_mapping": torch.zeros(int(starts[-1]), dtype=torch.int64),
     }
     if kind == "flash":
-        made = FlashAttentionMetadata(**common, scheduler_metadata=torch.zeros(4), max_num_splits=8)
+        more = {"scheduler_metadata": torch.zeros(4), "max_num_splits": 8}
     else:
-        buffers = [torch.zeros(8, HKV * G, 16, D), *(torch.zeros(8, HKV * G, 16) for _ in range(2))]
-        names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
-        more = dict(zip(names, buffers, strict=True))
-        made = TritonAttentionMetadata(
-            **common, **more, seq_threshold_3D=64, num_par_softmax_segments=16, causal=True
-        )
+        rows = RECORDED[version]["triton_buffer_rows"]
+        more = {
+            "softmax_segm_output": torch.zeros(rows, HKV * G, 16, D),
+            "softmax_segm_max": torch.zeros(rows, HKV * G, 16),
+            "softmax_segm_expsum": torch.zeros(rows, HKV * G, 16),
+            "seq_threshold_3D": 64,
+            "num_par_softmax_segments": 16,
+        }
+    made = recorded(version, kind, {**common, **more, "causal": True})
     made.keyhole = step_rows(
         Requests(
             starts=starts,
@@ -121,10 +142,18 @@ def dense(calls: list[Any]) -> Any:
     return forward
 
 
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_the_installed_vllm_has_the_recorded_fields(kind: str) -> None:
+    version = __version__.partition("+")[0]
+    assert version in RECORDED, "record its metadata"
+    assert [field.name for field in fields(METADATA[kind])] == RECORDED[version][kind]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_gpus_metadata_leads_to_the_selected_pages(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+    version: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, cls, _ = BACKENDS[kind]
     calls: list[Any] = []
@@ -135,7 +164,7 @@ def test_a_gpus_metadata_leads_to_the_selected_pages(
     adapter = Adapter(policy, GEOMETRY, ReadCounters(None, torch.device("cpu"), 0))
     generator = torch.Generator().manual_seed(0)
     table = (torch.randperm(30, generator=generator) + 1).view(3, 10).to(torch.int32)
-    md = make_metadata(kind, table)
+    md = make_metadata(version, kind, table)
     T = md.num_actual_tokens
     for number in range(4):
         impl: Any = object.__new__(cls)
@@ -184,7 +213,9 @@ def test_a_gpus_metadata_leads_to_the_selected_pages(
                 assert decode[1].scheduler_metadata is None
                 assert md.scheduler_metadata is not None
             elif lists > 1:
-                assert decode[1].softmax_segm_output.shape == (8 * HKV, G, 16, D)
+                rows = RECORDED[version]["triton_buffer_rows"] * HKV
+                assert decode[1].softmax_segm_output.shape == (rows, G, 16, D)
+                assert rows >= 2 * lists  # else the kernel may not split
             assert decode[2].data_ptr() == kv.data_ptr()
 
 

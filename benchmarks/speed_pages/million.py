@@ -1,0 +1,151 @@
+"""The section on a million tokens in docs/results.md, and its figure. Needs matplotlib."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed_pages import tables
+from keyhole.config import bytes_text
+from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, picture
+
+Line = dict[str, Any]
+
+PICTURE = "million.png"
+#: A step over the most tokens takes at most this many times one over the fewest.
+_TARGET = 2.0
+_HEADS = [
+    "shape", "policy", "tokens", "step", "by the shortest", "in memory", "on disk", "already there",
+    "loaded per step", "peak by plan",
+]  # fmt: skip
+
+
+def measured(lines: Sequence[Line]) -> list[Line]:
+    """The newest line of each shape, policy and length, in this order."""
+    newest = {_key(line["settings"]): line for line in lines}
+    return [newest[key] for key in sorted(newest, key=lambda key: (key[:2], key[2]))]
+
+
+def section(lines: Sequence[Line]) -> list[str]:
+    """Paragraphs, the figure, a table, and the targets; empty without lines."""
+    found = measured(lines)
+    if not found:
+        return []
+    return [
+        "## A million tokens",
+        f"![Time of a decode step against tokens](images/{PICTURE})",
+        "A decode step over keys and values of 8 bits, with weights, cache and a step's\n"
+        f"activations in a fixed memory ({_memories(found)})\n"
+        "and the layers that do not fit in files.\n"
+        "The cache holds random numbers: consecutive selections have nothing in common, which is\n"
+        "the worst case of loading. Each process ran under an RLIMIT_DATA of its program, this\n"
+        "memory and 5 % (at least 32 MiB), and finished. The step is a mean over whole periods of\n"
+        "`refresh_every`. *Already there*: selected tokens that were in the buffers of offloaded\n"
+        "layers. *Peak by plan*: the largest private memory of the process, less that of the\n"
+        "program, divided by what `keyhole plan` predicts:",
+        tables.written(_HEADS, [_cells(line, found) for line in found]),
+        *_targets(found),
+        "The plan counts weights, keys, values, side data, buffers and a step's activations. It\n"
+        "does not count what a sequence takes beside them: token ids, entries of the prefix cache\n"
+        "and attention scores, about 100 to 150 bytes a token. Of the bundled model's 0.9 KiB a\n"
+        "token that is a sixth, of a model with a billion parameters less than a hundredth.",
+        _about(found),
+    ]
+
+
+def curve(lines: Sequence[Line], path: Path) -> None:
+    """Writes a PNG of step time against tokens; its description is the newest date."""
+    found = measured(lines)
+    shapes = list(dict.fromkeys(line["settings"]["shape"] for line in found))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    date = max(line["date"] for line in found)
+    with picture(path, "A decode step", date, figsize=(7.2, 4.0), layout="constrained") as figure:
+        axis = figure.subplots()
+        for shape, system in dict.fromkeys(_key(line["settings"])[:2] for line in found):
+            points = [
+                (line["settings"]["length"], line["step_ms"])
+                for line in found
+                if _key(line["settings"])[:2] == (shape, system)
+            ]
+            name = system.partition(":")[0]
+            dashes = "-" if shape == shapes[-1] else (0, (4, 2))
+            color = POLICY_COLORS.get(name, SPARE_COLORS[0])
+            look = {"color": color, "linestyle": dashes, "marker": "o", "markersize": 4}
+            axis.plot(*zip(*points, strict=True), label=f"{shape}, {system}", linewidth=1.6, **look)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        lengths = sorted({line["settings"]["length"] for line in found})
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.minorticks_off()
+        low, high = axis.get_ylim()
+        marks = [m * 10**e for e in range(-1, 6) for m in (1, 2, 5) if low <= m * 10**e <= high]
+        axis.set_yticks(marks, [f"{n:g}" for n in marks])
+        axis.grid(axis="y")
+        axis.set_axisbelow(True)
+        axis.set_xlabel("tokens in the cache")
+        axis.set_ylabel("milliseconds per step (logarithmic)")
+        axis.legend(loc="upper left", frameon=False)
+        axis.set_title(f"{found[0]['machine']['cpu']}, {date[:10]}", fontsize=8, color=FAINT)
+
+
+def _key(settings: dict[str, Any]) -> tuple[str, str, int]:
+    return settings["shape"], settings["system"], settings["length"]
+
+
+def _shortest(line: Line, lines: Sequence[Line]) -> Line:
+    """The line of the same shape and policy with the fewest tokens."""
+    key = _key(line["settings"])[:2]
+    return next(other for other in lines if _key(other["settings"])[:2] == key)
+
+
+def _ratio(line: Line, lines: Sequence[Line]) -> float:
+    return float(line["step_ms"] / _shortest(line, lines)["step_ms"])
+
+
+def _cells(line: Line, lines: Sequence[Line]) -> list[str]:
+    settings, hits = line["settings"], line["hit_rate"]
+    below = line["offloaded_layers"]
+    return [
+        settings["shape"],
+        f"`{settings['system']}`",
+        f"{settings['length']:,}",
+        f"{line['step_ms']:.1f} ms",
+        f"{_ratio(line, lines):.2f}",
+        bytes_text(line["resident_bytes"]),
+        f"{bytes_text(line['offloaded_bytes'])} ({below} layers)" if below else "",
+        "" if hits is None else f"{hits:.0%}",
+        bytes_text(line["moved_bytes"]) if below else "",
+        f"{line['peak_bytes'] / line['plan_bytes']:.2f}",
+    ]
+
+
+def _targets(lines: Sequence[Line]) -> list[str]:
+    """For each shape under SpeContext, the longest length by the shortest, and the target."""
+    longest = {_key(line["settings"])[:2]: line for line in lines}
+    said = [
+        f"- {shape}, `{system}`, {line['settings']['length']:,} tokens by "
+        f"{_shortest(line, lines)['settings']['length']:,}: {_ratio(line, lines):.2f}, target <= "
+        f"{_TARGET:g}{'' if _ratio(line, lines) <= _TARGET else ' (missed)'}"
+        for (shape, system), line in longest.items()
+        if system.startswith("spe_context")
+    ]
+    return ["\n".join(said)] if said else []
+
+
+def _memories(lines: Sequence[Line]) -> str:
+    found = {line["settings"]["shape"]: line["settings"]["total_memory"] for line in lines}
+    return ", ".join(f"{bytes_text(size)} for {shape}" for shape, size in found.items())
+
+
+def _about(lines: Sequence[Line]) -> str:
+    last = max(lines, key=lambda line: line["date"])
+    machine, settings = last["machine"], last["settings"]
+    commits = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
+    notes = "".join(f" Note: {note}." for note in {line["note"] for line in lines} if note)
+    return (
+        f"At least {settings['repeat']} steps each. {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']:.0f} GiB; torch {last['versions']['torch']}; {last['date'][:10]}, "
+        f"commit {commits};\n`{shlex.join(tables.command(last))}`.{notes}"
+    )
