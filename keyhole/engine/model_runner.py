@@ -74,7 +74,8 @@ class Runner:
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device)
+        shares = policy.shares_by_scores
+        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device, shares=shares)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
@@ -396,7 +397,7 @@ class Runner:
                 if sequence.kept is None:
                     self._kept_tokens.clear(sequence.slot)
                 else:
-                    self._kept_tokens.set(sequence.slot, sequence.kept)
+                    self._kept_tokens.set(sequence.slot, sequence.kept, sequence.packing)
         if all(sequence.kept is None for sequence in rows):
             return None
         slots = [sequence.slot for sequence in rows]

@@ -173,8 +173,8 @@ class DocumentPrefill:
 
         Sliding windows of the model look at positions, which places are not.
         """
-        windows = [layer.window for layer in self._cache.geometry.layers]
-        return self._policy.selects_per_layer and all(window is None for window in windows)
+        allows = self._policy.selects_per_layer or self._policy.shares_by_scores
+        return allows and all(layer.window is None for layer in self._cache.geometry.layers)
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
         """Copies the tokens of each layer where `packing` has them, one layer per iteration.
