@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check test test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test quick-tests test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
 .DELETE_ON_ERROR:
 
@@ -44,7 +44,11 @@ check: lint ## under a minute: lint and the tests of what changed; SINCE=commit 
 # Two at a time, and no file waits for another.
 PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
 
-test: lint ## lint and the tests, but for the slow ones: five minutes on two cores
+# Beside each other: lint needs one core for 20 s where nothing is cached.
+test: $(READY) ## lint and the tests, but for the slow ones: five minutes on two cores
+	@$(MAKE) --no-print-directory --jobs=2 lint quick-tests
+
+quick-tests: $(READY) ## the tests of `make test`, without lint
 	@$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## the slow tests: with `make test` before it, everything

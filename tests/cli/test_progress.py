@@ -58,10 +58,7 @@ def shares(said: str) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("offload", "verify")))
-        for name in COMMANDS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "kernels")) for name in COMMANDS],
 )
 def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     """`bench decode` said nothing while it made weights, a minute for larger shapes."""

@@ -1,7 +1,7 @@
-"""A recorder without a GPU: it repeats work by running it again, and watches what it does.
+"""A recorder without a GPU: it repeats work by running it again.
 
-What a CUDA graph could not do, or would do otherwise, fails: waiting for the device, numbers from
-the host, tensors of the cache that have moved.
+What a CUDA graph could not do, or would do otherwise, fails: waiting for the device while it is
+recorded, numbers from the host, tensors of the cache that have moved.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ class RunAgain:
 
     def record(self, work: Work) -> Work:
         self.recorded += 1
-        self._watched(work)
+        # Not when it is repeated: a graph does not run the code again, and watching is slow.
+        with Watched():
+            self._without_the_host(work)
         places = self._places()
 
         def repeat() -> Outputs:
             assert self._places() == places, "a tensor of the cache has moved"
             self.repeated += 1
-            return self._watched(work)
+            return self._without_the_host(work)
 
         return repeat
 
@@ -77,10 +79,10 @@ class RunAgain:
         assert self.cache is not None
         return [tensor.data_ptr() for tensor in self.cache._tensors()]
 
-    def _watched(self, work: Callable[[], Outputs]) -> Outputs:
+    def _without_the_host(self, work: Callable[[], Outputs]) -> Outputs:
         # A GPU computes angles in its kernel; the table of a CPU needs the range of the shifts.
         no_table = mock.patch.object(rope, "_kept_angles", return_value=None)
-        with mock.patch.object(torch, "from_numpy", _refused), no_table, Watched():
+        with mock.patch.object(torch, "from_numpy", _refused), no_table:
             return work()
 
 

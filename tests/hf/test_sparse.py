@@ -51,8 +51,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Deeper models of three attention kinds, each with a retrieval head beside it."""
     folder = tmp_path_factory.mktemp("models")
     fields: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "deepseek_v3": {}}
-    fields["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 4
-    paths = {k: make_model(k, folder, num_hidden_layers=8, **v) for k, v in fields.items()}
+    fields["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 3
+    paths = {k: make_model(k, folder, num_hidden_layers=6, **v) for k, v in fields.items()}
     for path in paths.values():
         with_head(path)
     return paths

@@ -36,10 +36,10 @@ def _twins(kind: str, dtype: str, fields: str) -> tuple[Model, Any]:
 
 def with_head(checkpoint: str | Path, inputs: str = "tokens+features", seed: int = 0) -> Model:
     """The model of a checkpoint, with a random retrieval head beside its weights."""
-    network = load(checkpoint, "cpu").network
-    head = RetrievalHead.random(network, inputs=inputs, seed=seed)
-    head.save_pretrained(Path(checkpoint) / HEAD_FOLDER)
-    return load(checkpoint, "cpu")
+    model = load(checkpoint, "cpu")
+    model.head = Path(checkpoint) / HEAD_FOLDER
+    RetrievalHead.random(model.network, inputs=inputs, seed=seed).save_pretrained(model.head)
+    return model
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:

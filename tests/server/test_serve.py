@@ -50,6 +50,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
             server.kill()
 
 
+@pytest.mark.slow
 def test_a_signal_lets_what_runs_finish(path: str) -> None:
     with process(path, "--policy", "streaming_llm", "--memory", "8MiB") as (
         server,

@@ -11,7 +11,6 @@ shares its weights (tied) uses the same codes.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -104,7 +103,6 @@ def pack_weights(network: Any, wanted: WeightFormat, name: str) -> None:
             _replace(embedding, PackedEmbedding, layer.packed)
             embedding.codes, embedding.scales = layer.codes, layer.scales
             embedding.minimums = layer.minimums
-    gc.collect()
     logging.getLogger("keyhole").info("the weights of %r are packed as %s", name, wanted.name)
 
 
