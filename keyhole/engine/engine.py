@@ -26,6 +26,7 @@ from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
     RequestPolicy,
+    adapter_number,
     beside,
     check_tokens,
     longest,
@@ -267,6 +268,7 @@ class Engine:
             caller=caller,
             drafts=None if self.drafting is None else DraftCounters(),
             rope_length=0 if self.model.rope is None else self.model.rope.effective(length),
+            adapter=adapter_number(params.adapter, self.model),
         )
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
@@ -305,7 +307,7 @@ class Engine:
     def _known(self, sequence: Sequence) -> int:
         """Copies what other engines computed of a prompt into its pages; returns its tokens."""
         under = sequence.under
-        if self._copies is None or under.policy.reads_queries or sequence.rope_length:
+        if self._copies is None or under.policy.reads_queries or not sequence.is_base:
             return 0
         where = (sequence.prompt, sequence.pages, self.cache)
         return self._copies.give(*where, under.keeper, self._head)
@@ -435,7 +437,7 @@ class Engine:
         for sequence, _ in plan.chunks:
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
-                alone = sequence.context is not None or sequence.rope_length
+                alone = sequence.context is not None or not sequence.is_base
                 if self._copies is not None and not alone and sequence.exact:
                     self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
 

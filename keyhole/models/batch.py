@@ -90,6 +90,7 @@ class Batch:
     recurrent: the states of the step's sequences; None for a model without recurrent layers.
     state: the policy's data per sequence, by name; empty where nothing of it is used.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
+    adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
     """
 
     cache: PageCache
@@ -112,6 +113,7 @@ class Batch:
     recurrent: RecurrentStep | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     rope: Sequence[RopeRows] = ()
+    adapters: Tensor | None = None
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

@@ -45,6 +45,7 @@ from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.loading import Model
+from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
@@ -133,8 +134,8 @@ class DocumentPrefill:
         self._model.forward(self.send(tokens), self.send(positions), batch, last)
         self._pace.forward(len(tokens), time.perf_counter() - begin)
 
-    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
-        """A step of one chunk."""
+    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk, context: Context) -> Batch:
+        """A step of one chunk of a prompt over `context`."""
         rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
         return Batch(
             cache=self._cache,
@@ -145,6 +146,7 @@ class DocumentPrefill:
             step=None,
             chunks=[chunk],
             rewrite=rewrite,
+            adapters=adapter_rows([(context.adapter, len(slots))], self._model.device),
         )
 
     def size(self, left: int) -> int:
@@ -337,7 +339,7 @@ class _Prompt:
             end += len(part)
             pages = table[: -(-end // owner.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             owner.forward(self._tokens[part], part, batch)
             if self._head is not None:
                 self._head.take(part, batch)
@@ -446,7 +448,7 @@ class _Prompt:
                 unbroken=int(part[-1] - part[0]) + 1 == len(part),
                 start=int(part[0]),
             )
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             batch.last_layer = last_layer
             owner.forward(self._tokens[part], part, batch)
             if head is not None:
