@@ -1,8 +1,8 @@
 """Writes the generated documents: `python -m benchmarks.reference_pages`.
 
     docs/cli.md         every command with its help
-    docs/methods.md     every policy and reuse method: the idea, the cost, the differences from the
-                        paper, the settings
+    docs/methods.md     every policy, prefill policy and reuse method: the idea, the cost, the
+                        differences from the paper, the settings
     docs/models.md      the families of models that run exactly; measured, so only with --families
     docs/python-api.md  its tables of settings; the rest is not generated
 
@@ -29,6 +29,7 @@ from keyhole.cli.common.parser import Formatter, Parser
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.exactness_gate import families_of_transformers, measure_family
 from keyhole.policies import available_policies
+from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods
 
 _WIDTH = 100
@@ -145,6 +146,10 @@ def _methods(combinations: str) -> str:
         "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
         "with a budget of at least the length every policy is full attention.",
         *_table(available_policies(), "policy", "what a step reads"),
+        "# Prefill policies",
+        "A prefill policy says what the tokens of a long prompt attend to. Without one, prompts\n"
+        "are exact ([how to use one](how-to/long-prompts.md)). Any policy can follow it.",
+        *_table(available_prefill_policies(), "prefill policy", "what a prompt reads"),
         "# Reuse methods",
         "A reuse method says what a prompt keeps of stored documents, and what it computes again\n"
         "in view of the other documents (`LLM.ask`, `keyhole documents ask`). The answer is then\n"

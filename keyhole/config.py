@@ -336,6 +336,10 @@ class EngineConfig:
     max_batch: int = setting(8, "at most this many requests in one step")
     page_size: int = setting(16, "tokens in a page of the KV cache")
     prefill_chunk: int = setting(1024, "at most this many prompt tokens in one step")
+    prefill_policy: str | None = setting(
+        None,
+        "what the tokens of long prompts read, such as xattention:mass=0.95; None: everything",
+    )
     prefix_cache: bool = setting(True, "compute a shared prefix once")
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,14 +24,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.errors import KeyholeError, ModelError, UnknownNameError
+from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
-from keyhole.models.loading import adopt
+from keyhole.models.loading import Model, adopt, load
 from keyhole.models.shrink import random_model, shrink
 from keyhole.models.text_part import text_part
 from keyhole.policies.controls import Full
@@ -84,6 +85,30 @@ def require(config: Any, name: str) -> str | None:
     )
     logging.getLogger("keyhole").info(line)
     return line
+
+
+def load_exact(
+    model: str | Path | PreTrainedModel | Model,
+    tokenizer: Any,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    weights: str | None,
+    adapters: Mapping[str, str | Path] | None,
+) -> Model:
+    """The model of an `LLM`, for its arguments; ModelError for a family that is not exact."""
+    if isinstance(model, PreTrainedModel):
+        return adopt(model, tokenizer, device, dtype, require, weights, adapters)
+    if not isinstance(model, Model):
+        return load(model, device, dtype, tokenizer, require, weights, adapters)
+    if weights is not None:
+        raise ConfigError(
+            f"weights {weights!r} goes to keyhole.models.loading.load with this model"
+        )
+    if adapters is not None:
+        raise ConfigError("adapters= goes to keyhole.models.loading.load with this model")
+    if tokenizer is not None:
+        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
+    return model
 
 
 def measure(config: Any, name: str = "this model") -> Exactness:

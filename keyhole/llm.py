@@ -21,8 +21,8 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
-from keyhole.exactness_gate import require
-from keyhole.models.loading import Model, adopt, load
+from keyhole.exactness_gate import load_exact
+from keyhole.models.loading import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.registry import require_depth
@@ -73,6 +73,9 @@ class LLM:
         max_batch: Most requests in a step.
         page_size: Tokens in a page of the KV cache.
         prefill_chunk: Most prompt tokens in a step.
+        prefill_policy: What the tokens of long prompts read, such as "xattention:mass=0.95": blocks
+            of keys that hold this share of the attention, by estimate. Prompts are then not exact.
+            None: everything.
         prefix_cache: Whether the start that prompts share is computed only once.
         graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
         max_length: Most tokens of a sequence; by default the model's limit.
@@ -110,6 +113,7 @@ class LLM:
         max_batch: int = EngineConfig.max_batch,
         page_size: int = EngineConfig.page_size,
         prefill_chunk: int = EngineConfig.prefill_chunk,
+        prefill_policy: str | None = None,
         prefix_cache: bool = EngineConfig.prefix_cache,
         max_prefill_share: float = EngineConfig.max_prefill_share,
         graphs: bool = EngineConfig.graphs,
@@ -126,6 +130,7 @@ class LLM:
             max_batch=max_batch,
             page_size=page_size,
             prefill_chunk=prefill_chunk,
+            prefill_policy=prefill_policy,
             prefix_cache=prefix_cache,
             max_prefill_share=max_prefill_share,
             memory=_bytes(memory, "memory"),
@@ -138,7 +143,7 @@ class LLM:
             kv_dtype=kv_dtype,
         )
         chosen = make_policy(policy)
-        loaded = _loaded(model, tokenizer, device, dtype, weights, adapters)
+        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._documents: dict[str | None, Documents] = {}
@@ -493,29 +498,6 @@ class LLM:
         if self.tokenizer is not None and not text.strip():
             raise RequestError("the prompt is empty; give at least one word")
         return encode_text(self.tokenizer, text, special=special)
-
-
-def _loaded(
-    model: str | Path | PreTrainedModel | Model,
-    tokenizer: Any,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    weights: str | None,
-    adapters: Mapping[str, str | Path] | None,
-) -> Model:
-    if isinstance(model, PreTrainedModel):
-        return adopt(model, tokenizer, device, dtype, require, weights, adapters)
-    if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer, require, weights, adapters)
-    if weights is not None:
-        raise ConfigError(
-            f"weights {weights!r} goes to keyhole.models.loading.load with this model"
-        )
-    if adapters is not None:
-        raise ConfigError("adapters= goes to keyhole.models.loading.load with this model")
-    if tokenizer is not None:
-        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
-    return model
 
 
 def _bytes(value: int | str | None, name: str) -> int | None:

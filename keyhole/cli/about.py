@@ -24,6 +24,7 @@ from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
 from keyhole.models.checkpoint import ITEMSIZES
 from keyhole.policies import available_policies, policy_name
+from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods, reuse_name, reuse_names
 
 _WIDTH = 96
@@ -31,13 +32,16 @@ _WIDTH = 96
 _LEFT_OUT = ("Differences ", "The numbers: ")
 _KINDS = {
     "policy": "--policy: what a decode step reads",
+    "prefill-policy": "--prefill-policy: what the tokens of long prompts read",
     "reuse": "--reuse: what a prompt keeps of stored documents",
 }
 
 
 def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole methods`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a policy or reuse method")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="a policy, prefill policy or reuse method"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -45,6 +49,7 @@ def _run_methods(arguments: argparse.Namespace) -> int:
     """Prints the table, or one method."""
     tables: dict[str, Mapping[str, type[Any]]] = {
         "policy": available_policies(),
+        "prefill-policy": available_prefill_policies(),
         "reuse": available_reuse_methods(),
     }
     named = None if arguments.name is None else _find(arguments.name, tables)
@@ -105,10 +110,12 @@ def settings_of(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], str]]:
 
 
 def _find(name: str, tables: Mapping[str, Mapping[str, type[Any]]]) -> tuple[str, str]:
-    for kind, known in (("policy", policy_name(name)), ("reuse", reuse_name(name))):
+    plain = name.lower()
+    named = {"policy": policy_name(name), "prefill-policy": plain, "reuse": reuse_name(name)}
+    for kind, known in named.items():
         if known in tables[kind]:
             return kind, known
-    raise UnknownNameError("method", name, [*tables["policy"], *tables["reuse"]])
+    raise UnknownNameError("method", name, [one for table in tables.values() for one in table])
 
 
 def _text(kind: str, name: str, cls: type[Any]) -> str:

@@ -48,6 +48,7 @@ from keyhole.grammar import Grammars
 from keyhole.models.loading import Model
 from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
+from keyhole.policies.prefill import resolved_prefill_policy
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.tokenization import Detokenizer, word_ids
@@ -77,12 +78,13 @@ class Engine:
     ) -> None:
         if model.is_hybrid:
             config, copies = recurrent_layers.settings(model.name, config), None
-        self.lock = FairLock()
-        self.model = model
-        self.config = config
+        self.lock, self.model, self.config = FairLock(), model, config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
+        self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
+        # Other engines' prompts are exact, or computed under another policy.
+        copies = copies if self.prefill_policy is None else None
         num_draft_tokens = 0 if config.draft is None else config.num_draft_tokens
         self.max_length = longest(model, config)
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -208,6 +210,7 @@ class Engine:
             under.keeper,
             self.recurrent,
             num_draft_tokens=self.config.num_draft_tokens if self.drafting else 0,
+            prefill=self.prefill_policy,
         )
 
     def _enter(self, under: RequestPolicy) -> None:

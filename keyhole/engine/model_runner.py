@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
-from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
 from keyhole.cache.recurrent_state import RecurrentChunk, RecurrentState, RecurrentStep
@@ -24,7 +23,7 @@ from keyhole.engine.decode_inputs import (
     inputs_of,
 )
 from keyhole.engine.head_runner import HeadRunner
-from keyhole.engine.read_trace import trace_decodes, trace_prompt
+from keyhole.engine.read_trace import counted, trace_decodes, trace_prompt
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
@@ -33,59 +32,8 @@ from keyhole.models.loading import Model
 from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
-from keyhole.policies.base import CachedLayers, Policy, Selection, SequenceRows, Step
-
-
-def counted(
-    reads: list[Selection | None], step: Step, geometry: Geometry, policy: Policy
-) -> Tensor:
-    """Float64 [B, 3]: attended fraction, bytes of keys and values, other bytes. No host sync.
-
-    reads: what each layer read.
-    """
-    fraction, kv_bytes = attended(reads, step, geometry)
-    other = policy.overhead_bytes(geometry, step)
-    other = torch.zeros_like(kv_bytes) if other is None else other.double()
-    return torch.stack([fraction, kv_bytes, other], 1)
-
-
-def attended(
-    reads: list[Selection | None], step: Step, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    """Attended fraction (mean over layers) and bytes of keys and values, float64 [B] each.
-
-    Bytes are those of a kernel that reads every list by itself: where each query head has a list of
-    its own, a token in the lists of two heads of a group counts twice.
-    """
-    length = step.lengths.double()  # also of what was evicted
-    # Layers that share a selection or a window share the count: how many, and bytes of a token.
-    alike: dict[object, tuple[Selection | None, int | None, int, int]] = {}
-    for layer, selection in zip(geometry.layers, reads, strict=True):
-        key = layer.window if selection is None else id(selection)
-        # There may be a list for each query head.
-        lists = 1 if selection is None else selection.indices.shape[1]
-        token_bytes = max(layer.num_kv_heads, lists) * layer.numbers_per_head * geometry.kv_itemsize
-        *_, number, so_far = alike.get(key, (None, None, 0, 0))
-        alike[key] = selection, layer.window, number + 1, so_far + token_bytes
-    read, kv_bytes = torch.zeros_like(length), torch.zeros_like(length)
-    for selection, window, number, token_bytes in alike.values():
-        tokens = _tokens(selection, window, step)
-        read.add_(tokens, alpha=number)
-        kv_bytes.add_(tokens, alpha=token_bytes)
-    return read / (length * len(reads)), kv_bytes
-
-
-def _tokens(selection: Selection | None, window: int | None, step: Step) -> Tensor:
-    """Tokens read per KV head, float64 [B], mean over the heads."""
-    if selection is None:
-        whole = step.retained or step
-        read = whole.lengths if window is None else step.lengths.clamp(max=window)
-        return read.double()
-    counts = selection.counts.double()
-    counts = counts.mean(1) if counts.shape[1] > 1 else counts[:, 0]
-    # All pages are full but the newest, which is always selected.
-    missing = step.pages * step.page_size - step.lengths if selection.unit > 1 else 0
-    return counts * selection.unit - missing
+from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
+from keyhole.policies.prefill.base import PrefillPolicy
 
 
 class Runner:
@@ -94,7 +42,8 @@ class Runner:
     keeper: the policy whose `on_append` sees written pages; None: `policy`.
     recorder: captures decode steps for replay; None: operations are launched one by one.
     recurrent: the state of the engine's sequences; None for a model without recurrent layers.
-    num_draft_tokens: the most proposed tokens of a sequence in a step.
+    num_draft_tokens: the most proposed tokens of a sequence in a step. prefill: what the tokens of
+    prompts read; None: everything.
     """
 
     def __init__(
@@ -110,8 +59,9 @@ class Runner:
         recurrent: RecurrentState | None = None,
         *,
         num_draft_tokens: int = 0,
+        prefill: PrefillPolicy | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._prefill = model, prefill
         self._recurrent = recurrent
         self._cache = cache
         self._policy = policy
@@ -211,6 +161,7 @@ class Runner:
         if victims is not None and batch.step is not None and batch.step.retained is not None:
             self._victims = victims, batch.step.retained.due, plan.decodes
         self._trace(plan, batch)
+        self._count_blocks(plan, batch)
         if batch.recurrent is not None:
             batch.recurrent.commit()
         for sequence in plan.decodes:
@@ -228,6 +179,18 @@ class Runner:
             end = sequence.num_computed + count
             if sequence.trace is not None and end == len(sequence.tokens):
                 trace_prompt(sequence.trace, chunk, end, self._cache.geometry)
+
+    def _count_blocks(self, plan: SchedulerOutput, batch: Batch) -> None:
+        """Adds what prompts read under a prefill policy; no host sync."""
+        if self._prefill is None:
+            return
+        geometry = self._cache.geometry
+        lists = len(geometry.full_attention) * geometry.num_query_heads
+        for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
+            if isinstance(chunk, Chunk):
+                before = lists * self._prefill.causal_blocks(chunk.start, count)
+                sequence.blocks_read += batch.blocks_read.get(chunk.rows.start, before)
+                sequence.blocks_before += before
 
     def renumber(self) -> None:
         """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
@@ -398,6 +361,7 @@ class Runner:
             state=self._state.tensors,
             rope=() if self._model.rope is None else rope_rows(lengths, self._model.device),
             adapters=adapter_rows(adapters, self._model.device),
+            prefill=self._prefill,
         )
 
     def _recurrent_step(self, plan: SchedulerOutput) -> RecurrentStep | None:

@@ -23,7 +23,9 @@ from keyhole.tokenization import Detokenizer
 class Stats:
     """The cost of one request. None: does not apply.
 
-    Fractions and bytes are of decode steps only, as prefill is always exact and full.
+    Fractions and bytes are of decode steps only, except for the next one.
+    prompt_attended_fraction: under a prefill policy, blocks of keys read for the tokens of the
+    prompt / blocks before them, mean over layers with full attention and heads.
     attended_fraction: keys read / keys cached, mean over layers and steps.
     moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
     that was there already.
@@ -57,6 +59,7 @@ class Stats:
     queue_ms: float | None = None
     accepted_length: float | None = None
     acceptance_rate: float | None = None
+    prompt_attended_fraction: float | None = None
 
 
 @dataclass
@@ -116,6 +119,8 @@ class Sequence:
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
     evicted_pages: how many are gone; a hole stands in their place.
     exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
+    blocks_read, blocks_before: under a prefill policy, blocks of keys read for its prompt, and all
+    that a dense prefill would read, summed over layers, blocks of queries and heads.
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
     has of them and of what stands between, by place (`cache/packing.py`); None: everything.
     reused: what they cost. filling: what brings them into pages, from its beginning until the
@@ -153,6 +158,8 @@ class Sequence:
     num_computed: int = 0
     prefill_end: int = 0
     exact: bool = True
+    blocks_read: Tensor | int = 0
+    blocks_before: int = 0
     kept: Tensor | None = None
     reused: Reused | None = None
     filling: Filling | None = None
@@ -283,6 +290,9 @@ class Sequence:
             queue_ms=None if self.begun is None else 1e3 * (self.begun - self.arrival),
             accepted_length=drafts.generated / drafts.steps if drafts.steps else None,
             acceptance_rate=drafts.accepted / drafts.proposed if drafts.proposed else None,
+            prompt_attended_fraction=(
+                float(self.blocks_read) / self.blocks_before if self.blocks_before else None
+            ),
         )
 
 

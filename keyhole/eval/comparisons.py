@@ -307,11 +307,19 @@ def results_table(
             "score": _score,
             "written": field_text("tokens_generated", "{:.1f}".format),
             "keys read": field_text("read_share", "{:.1%}".format),
+            **_of_prompts(measured),
             "read per step": field_text("bytes_per_step", bytes_text),
             "step": field_text("step_ms", "{:.1f} ms".format),
             "peak cache": field_text("peak_bytes", bytes_text),
         },
     )
+
+
+def _of_prompts(measured: Sequence[Line]) -> dict[str, Text]:
+    """The column of what prompts read, where a prefill policy was measured."""
+    if all(line.get("prompt_read_share") is None for line in measured):
+        return {}
+    return {"prompt read": field_text("prompt_read_share", "{:.1%}".format)}
 
 
 def grouped(lines: Iterable[Line]) -> list[Line]:
@@ -413,6 +421,7 @@ def controls_table(measured: Sequence[Line], refused: Sequence[Line]) -> EvalTab
             "p": seen(lambda found: p_text(found.gain)),
             "to oracle": seen(lambda found: _share(found.distance)),
             "keys read": field_text("read_share", "{:.1%}".format),
+            **_of_prompts(measured),
             "KiB/step": field_text("bytes_per_step", lambda size: f"{size / 1024:,.1f}"),
             "ms": field_text("step_ms", "{:.1f}".format),
             "note": lambda line: note(line, beside.get(id(line))),

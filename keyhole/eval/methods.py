@@ -15,6 +15,9 @@ Controls keep a policy's dense layers and its budget, and replace its selection:
 
 A method that is no better than its recent control owes its score to its dense layers.
 
+Prefill policies are measured with full attention in decode steps. Their controls read as many
+blocks for every block of queries and head: the newest ones (recent), or random ones (random).
+
 Equal terms are applied by the names of settings, so a policy of another package that uses the same
 names is set up in the same way:
 
@@ -46,6 +49,10 @@ from keyhole.eval.line_file import Line
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Oracle, RandomTokens
+from keyhole.policies.prefill import make_prefill_policy
+from keyhole.policies.prefill.base import PrefillPolicy
+from keyhole.policies.prefill.controls import RandomBlocks, RecentBlocks
+from keyhole.policies.prefill.xattention import XAttention
 from keyhole.policies.streaming_llm import StreamingLLM
 
 TOKEN_BUDGET = "token_budget"
@@ -324,8 +331,8 @@ _TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
 class Condition:
     """A resolved policy that is measured at one length; `error`: why it could not be made.
 
-    control: its name if it is measured only as a control. about: fields of its line that say why it
-    was measured, not what.
+    prefill: what prompts read; None: everything. control: its name if it is measured only as a
+    control. about: fields of its line that say why it was measured, not what.
     """
 
     method: Method
@@ -335,6 +342,12 @@ class Condition:
     control: str | None = None
     error: KeyholeError | None = None
     about: Line = field(default_factory=dict)
+    prefill: PrefillPolicy | None = None
+
+    @property
+    def measured(self) -> Policy | PrefillPolicy:
+        """What the cell measures, whose name and settings identify it."""
+        return self.policy if self.prefill is None else self.prefill
 
     @property
     def known_by(self) -> Line:
@@ -385,7 +398,47 @@ def conditions_at(
     return found
 
 
-def settings_of(policy: Policy) -> Line:
+#: The controls of a prefill policy, as `controls_of` names those of a policy.
+_PREFILL_CONTROLS = {"recent": RecentBlocks, "random": RandomBlocks}
+
+
+def prefill_conditions(
+    labels: Sequence[str], geometry: Geometry, with_controls: bool
+) -> list[Condition]:
+    """Prefill policies, each under full attention and followed by its controls.
+
+    labels: as the user wrote them. ConfigError for a wrong one. A policy of another package has no
+    controls: they count the blocks that XAttention reads.
+    """
+    found = []
+    for label in labels:
+        own = make_prefill_policy(label).resolve(geometry)
+        one = _prefill_condition(label, own)
+        beside: dict[str, Condition] = {}
+        if with_controls and isinstance(own, XAttention):
+            for name, control in _PREFILL_CONTROLS.items():
+                policy = control(**dataclasses.asdict(own))
+                beside[name] = _prefill_condition(f"{name} blocks of {label}", policy, name)
+        if with_controls:
+            named = {name: settings_of(other.measured) for name, other in beside.items()}
+            one = dataclasses.replace(one, about=one.about | {CONTROLS: named or None})
+        found += [one, *beside.values()]
+    return found
+
+
+def _prefill_condition(label: str, prefill: PrefillPolicy, control: str | None = None) -> Condition:
+    return Condition(
+        method=Method(label=label, name=prefill.name),
+        label=label,
+        policy=make_policy(None),
+        budget=None,
+        control=control,
+        about={"method": label, TERMS: None, CONTROL: control},
+        prefill=prefill,
+    )
+
+
+def settings_of(policy: Policy | PrefillPolicy) -> Line:
     """A policy as stored in a line: {"policy": ..., "settings": ...}, as it is read back."""
     settings = json.loads(json.dumps(dataclasses.asdict(policy)))
     return {"policy": policy.name, "settings": settings}

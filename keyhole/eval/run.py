@@ -7,6 +7,7 @@ others are compared with it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -24,10 +25,20 @@ from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval import policy_trace
 from keyhole.eval.line_file import EvalOutcome, Line, LineFile
-from keyhole.eval.methods import FULL, GIVEN, TOKEN_BUDGET, Condition, Method, Terms, conditions_at
+from keyhole.eval.methods import (
+    FULL,
+    GIVEN,
+    TOKEN_BUDGET,
+    Condition,
+    Method,
+    Terms,
+    conditions_at,
+    prefill_conditions,
+)
 from keyhole.eval.workload import Workload
 from keyhole.models.loading import Model
 from keyhole.policies.base import Policy
+from keyhole.policies.prefill.base import PrefillPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,7 @@ class EvalGrid:
 
     maps: whether lines get selection maps, of each sparse policy under its first budget. terms: how
     methods become policies. controls: whether the controls of each method are measured, too.
+    prefill: prefill policies, as the user wrote them.
     """
 
     workloads: Sequence[Workload]
@@ -47,6 +59,7 @@ class EvalGrid:
     maps: bool = False
     terms: Terms = GIVEN
     controls: bool = False
+    prefill: Sequence[str] = ()
 
     def is_mapped(self, method: Method) -> bool:
         """Whether this method's cells get selection maps; one budget is enough."""
@@ -140,14 +153,15 @@ class Evaluation:
             lacking = [
                 one
                 for one in cells
-                if self._file.find(self._fields(group, one.policy), group.samples) is None
+                if self._file.find(self._fields(group, one.measured), group.samples) is None
             ]
             found.append((group, len(cells), len(lacking)))
         return found
 
     def _asked(self, length: int) -> list[Condition]:
         grid = self._grid
-        return conditions_at(grid.methods, grid.terms, length, self._geometry, grid.controls)
+        found = conditions_at(grid.methods, grid.terms, length, self._geometry, grid.controls)
+        return found + prefill_conditions(grid.prefill, self._geometry, grid.controls)
 
     def _cell(
         self, group: Group, one: Condition, full: Line | None, outcome: EvalOutcome
@@ -158,7 +172,7 @@ class Evaluation:
         try:
             if one.error is not None:
                 raise one.error
-            fields = self._fields(group, one.policy)
+            fields = self._fields(group, one.measured)
             stored = self._file.find(fields, group.samples, one.known_by)
             if stored is None:  # the same policy may have been measured for another purpose
                 line = self._file.find(fields, group.samples)
@@ -183,15 +197,15 @@ class Evaluation:
 
     def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:
         """A line without the fields that identify the cell."""
-        found = group.workload.measure(
-            self._engine, one.policy, group.length, group.setup, group.samples
-        )
+        make = functools.partial(self._engine, prefill=one.prefill)
+        found = group.workload.measure(make, one.policy, group.length, group.setup, group.samples)
         beside = {} if full is None else group.workload.beside(found, full)
         about = {"model": self._model.name, "samples": group.samples}
         return self._header() | about | found | beside | one.about
 
     def _lacks_maps(self, line: Line, one: Condition) -> bool:
-        wanted = one.control is None and self._grid.is_mapped(one.method) and not one.policy.dense
+        sparse = one.control is None and not one.policy.dense
+        wanted = sparse and self._grid.is_mapped(one.method)
         return wanted and line.get("selection_maps") is None
 
     def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
@@ -208,10 +222,13 @@ class Evaluation:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _engine(self, policy: Policy) -> Engine:
-        return Engine(self._model, policy, self._grid.config, copies=self._copies)
+    def _engine(self, policy: Policy, prefill: PrefillPolicy | None = None) -> Engine:
+        config = self._grid.config
+        if prefill is not None:
+            config = dataclasses.replace(config, prefill_policy=prefill.text)
+        return Engine(self._model, policy, config, copies=self._copies)
 
-    def _fields(self, group: Group, policy: Policy) -> dict[str, Any]:
+    def _fields(self, group: Group, policy: Policy | PrefillPolicy) -> dict[str, Any]:
         """The fields that identify a cell: lines that agree in all of them are the same
         measurement.
         """

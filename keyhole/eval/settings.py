@@ -60,6 +60,9 @@ class EvalSettings:
         "is then decoded under the policy like the answer; prompt,question: both setups",
     )
     policies: str = setting("delta,quest,streaming_llm", "policies to compare")
+    prefill_policies: str = setting(
+        "", "prefill policies to compare, each with full attention in decode steps; default: none"
+    )
     budgets: Budgets = setting(  # noqa: RUF009
         ("1/8",), "tokens that a step may read, or shares of the length in whole pages"
     )

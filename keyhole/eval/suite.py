@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from keyhole import registry
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import free_memory
@@ -285,7 +286,13 @@ def tune(
         }
         every = [one for methods in tried.values() for one in methods]
         part = dataclasses.replace(
-            grid, lengths=(length,), methods=every, terms=GIVEN, controls=False, maps=False
+            grid,
+            lengths=(length,),
+            methods=every,
+            terms=GIVEN,
+            controls=False,
+            maps=False,
+            prefill=(),
         )
         measured = _by_policy(evaluate(part).lines)
         for key, methods in tried.items():
@@ -358,6 +365,7 @@ def evaluate(
         terms=terms_of(settings),
         controls=settings.controls,
         config=config,
+        prefill=[spec.text for spec in registry.parse(settings.prefill_policies)],
     )
     if settings.terms == Tuned.name:
         terms = _tuned(model, settings, tasks, grid, file, header, copies)

@@ -69,11 +69,14 @@ class Served:
         """The fields of a line for the costs; see docs/evaluation.md."""
         total = sum((s.counters for s in self.sequences), Counters())
         steps = total.steps or None
+        prompts = [s.stats().prompt_attended_fraction for s in self.sequences]
+        read = [share for share in prompts if share is not None]
         return {
             "tokens_generated": statistics.fmean(map(len, self.generated)),
             "answer_lengths": [len(tokens) for tokens in self.generated],
             "decode_steps": total.steps,
             "read_share": steps and total.attended_fraction / steps,
+            "prompt_read_share": statistics.fmean(read) if read else None,
             "bytes_per_step": steps and (total.kv_bytes + total.other_bytes) / steps,
             "step_ms": self.step_ms,
             "step_batch": self.step_batch,

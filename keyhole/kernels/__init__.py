@@ -14,6 +14,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     head_scores      attention weights alone, the largest of each group of heads
     head_scores_chosen  the same over chosen tokens
     prefill          the query tokens of one sequence, causal, over its pages
+    block_sparse_prefill  the query tokens of one sequence over selected blocks of tokens
     sparse_prefill   query tokens at any positions, over chosen tokens not after them
     gather_tokens    keys or values of some tokens of a sequence
     gather_rows      the same, as pages store them
@@ -33,6 +34,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     cluster_scores_per_query_head  the same for each query head of a group
     chunk_landmarks  the mean key of each chunk of a page, and how well it fits
     outlier_chunks   the chunks whose means fit worst
+    antidiagonal_scores  a block of queries' weight on blocks of keys, by every stride-th product
     chunk_scores     a query's weight on the mean of every chunk
     decompose        low-rank keys of a prompt, before RoPE
     attend_low_rank  one query token per sequence over some tokens, with low-rank keys
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from keyhole.kernels.composed import (
         Rotation,
         add_received,
+        antidiagonal_scores,
         attend_and_score_chosen,
         attend_low_rank,
         attend_per_query_head,
@@ -108,6 +111,7 @@ if TYPE_CHECKING:
         attend,
         attend_and_score,
         backend,
+        block_sparse_prefill,
         bound_scores,
         head_scores,
         linear,
@@ -143,6 +147,7 @@ __all__ = [
     "ScoreRequest",
     "Selection",
     "add_received",
+    "antidiagonal_scores",
     "append",
     "apply_rope",
     "attend",
@@ -154,6 +159,7 @@ __all__ = [
     "between_ends",
     "block_pages",
     "block_scores",
+    "block_sparse_prefill",
     "bound_scores",
     "bound_scores_per_query_head",
     "chunk_landmarks",

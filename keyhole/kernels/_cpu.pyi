@@ -50,6 +50,22 @@ def prefill(
     sinks: int,
     out: int,
 ) -> None: ...
+def block_sparse_prefill(
+    dtypes: tuple[int, int],
+    sizes: Sequence[int],
+    query: int,
+    keys: int,
+    key_strides: _Strides,
+    values: int,
+    value_strides: _Strides,
+    table: tuple[int, int],
+    start: int,
+    blocks: tuple[int, int, int, int],
+    scale: float,
+    softcap: float,
+    sinks: int,
+    out: int,
+) -> None: ...
 def append(
     itemsize: int,
     num_tokens: int,

@@ -208,6 +208,45 @@ def sparse_prefill(
     return _prefill(paged, 0, places, scale, window, softcap, sinks)
 
 
+def block_sparse_prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    *,
+    blocks: Selection,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As the reference."""
+    indices, counts = cpu.as_int32(blocks.indices), cpu.as_int32(blocks.counts)
+    query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    num_tokens, num_heads, dim = query.shape
+    _, num_kv_heads, page_size, _ = value_pages.shape
+    value_dim = row_dim(value_pages)
+    out = query.new_empty(num_tokens, num_heads, value_dim)
+    cpu.extension.block_sparse_prefill(
+        (cpu.DTYPES[query.dtype], cpu.PAGE_DTYPES[key_pages.dtype]),
+        (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
+        query.data_ptr(),
+        key_pages.data_ptr(),
+        key_pages.stride()[:3],
+        value_pages.data_ptr(),
+        value_pages.stride()[:3],
+        (pages.data_ptr(), len(pages)),
+        start,
+        (indices.data_ptr(), counts.data_ptr(), indices.shape[2], blocks.unit),
+        scale,
+        softcap or 0.0,
+        cpu.address(sinks),
+        out.data_ptr(),
+    )
+    return out
+
+
 def _prefill(
     paged: tuple[Tensor, Tensor, Tensor, Tensor],
     start: int,

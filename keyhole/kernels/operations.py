@@ -98,6 +98,7 @@ attend_and_score = operation(reference.attend_and_score, cpu_attention.attend_an
 head_scores = operation(reference.head_scores, cpu_attention.head_scores, cpu.takes_columns)
 prefill = operation(reference.prefill, cpu_attention.prefill)
 sparse_prefill = operation(reference.sparse_prefill, cpu_attention.sparse_prefill)
+block_sparse_prefill = operation(reference.block_sparse_prefill, cpu_attention.block_sparse_prefill)
 page_bounds = operation(reference.page_bounds, cpu.page_bounds, cpu.takes_columns)
 bound_scores = operation(reference.bound_scores, cpu.bound_scores)
 summary_scores = operation(reference.summary_scores, cpu.summary_scores)

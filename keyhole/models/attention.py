@@ -30,6 +30,7 @@ from keyhole.kernels import PagedQuery
 from keyhole.models import selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.policies.base import PromptQueries, Selection, Step
+from keyhole.policies.prefill.base import PromptChunk
 
 NAME = "keyhole"
 
@@ -116,10 +117,29 @@ def _paged(
         elif cache.geometry.layers[layer].chunked:
             part = _prefill_in_chunks(batch, chunk, layer, query[chunk.rows], options)
         else:
-            place = (keys, values, chunk.pages, chunk.start)
-            part = kernels.prefill(query[chunk.rows], *place, window=window, **options)
+            part = _prefill(batch, chunk, layer, query[chunk.rows], window, options)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _prefill(
+    batch: Batch,
+    chunk: Chunk,
+    layer: int,
+    query: Tensor,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Prompt tokens, query [T, Hq, D], over all before them or what the prefill policy selects."""
+    keys, policy = batch.cache.keys[layer], batch.prefill
+    place = (keys, batch.cache.values[layer], chunk.pages, chunk.start)
+    if window is not None or policy is None or policy.is_dense(chunk.start, len(query)):
+        return kernels.prefill(query, *place, window=window, **options)
+    scoring = options["scale"], options["softcap"]
+    blocks = policy.select(layer, PromptChunk(query, keys, chunk.pages, chunk.start, *scoring))
+    read, row = blocks.counts.sum(), chunk.rows.start
+    batch.blocks_read[row] = batch.blocks_read[row] + read if row in batch.blocks_read else read
+    return kernels.block_sparse_prefill(query, *place, blocks=blocks, **options)
 
 
 def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> None:

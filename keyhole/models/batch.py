@@ -15,6 +15,7 @@ from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.recurrent_state import RecurrentStep
 from keyhole.models.modules.sequence_rope import RopeRows
 from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.prefill.base import PrefillPolicy
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Batch:
     hidden: hidden states [T, width] at the input of the layers that `Model.watch` was asked for.
     recurrent: the states of the step's sequences; None for a model without recurrent layers.
     state: the policy's data per sequence, by name; empty where nothing of it is used.
+    prefill: what the tokens of `chunks` read; None: everything. blocks_read: with it, by the
+    first row of a chunk, the blocks of keys read, summed over layers, blocks of queries and heads.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
     adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
     """
@@ -114,6 +117,8 @@ class Batch:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     rope: Sequence[RopeRows] = ()
     adapters: Tensor | None = None
+    prefill: PrefillPolicy | None = None
+    blocks_read: dict[int, Tensor] = field(default_factory=dict)
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""

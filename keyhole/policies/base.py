@@ -2,8 +2,8 @@
 
 A policy holds no sequence state. Its data per page (`page_data`) belongs to the cache; a
 selection that one layer shares with later layers of the same step (`Step.shared_selection`) ends
-with the step. Prefill is exact under every policy, and layers with their own sliding window do
-not call it.
+with the step. Prefill is exact under every policy, except under a prefill policy (`prefill/`).
+Layers with their own sliding window do not call a policy.
 
 The hooks, in the order in which the engine calls them; only `select` must be defined:
 

@@ -115,7 +115,7 @@ class RandomTokens(Policy):
         if layer in self.full_layers or step.max_length <= self.token_budget:
             return None
         tokens = step.page_table.shape[1] * step.page_size
-        scores = _hashed(self.seed, layer, step.lengths, step.cache.keys[layer].shape[1], tokens)
+        scores = hashed(self.seed, layer, step.lengths, step.cache.keys[layer].shape[1], tokens)
         if step.kept_tokens is not None:  # a token that the layer lacks is not drawn
             there = step.kept_tokens.pages(layer, step.page_table.shape[1], step.page_size)
             there = there.repeat_interleave(step.page_size, 1)
@@ -129,7 +129,7 @@ class RandomTokens(Policy):
 _SEED, _LAYER, _LENGTH, _HEAD, _TOKEN = 2654435761, 2246822519, 3266489917, 668265263, 374761393
 
 
-def _hashed(seed: int, layer: int, lengths: Tensor, num_heads: int, num_tokens: int) -> Tensor:
+def hashed(seed: int, layer: int, lengths: Tensor, num_heads: int, num_tokens: int) -> Tensor:
     """A number from 0 to below 1 for every token of every KV head, float32 [B, Hkv, N]."""
     mask, long = 0xFFFFFFFF, lengths.long()
     head = long.new_ones(num_heads).cumsum(0)[:, None] * _HEAD

@@ -24,7 +24,7 @@ _Documents = list[dict[str, Any]]
 _ADDED = ("kv_bytes_read", "other_bytes_read", "moved_bytes", "store_bytes_read", "evicted_pages")
 _MEAN = (
     *("attended_fraction", "hit_rate", "offloaded_layers", "sequence_ratio", "recompute_ratio"),
-    *("held_ratio", "accepted_length", "acceptance_rate"),
+    *("held_ratio", "accepted_length", "acceptance_rate", "prompt_attended_fraction"),
 )
 
 

@@ -8,6 +8,7 @@ from benchmarks.reference_pages import render, with_differences
 from keyhole.cli import COMMANDS
 from keyhole.cli.documents import ACTIONS
 from keyhole.policies import available_policies
+from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods
 from tests.docs.markdown import DOCS, num_cells, table_rows
 
@@ -18,7 +19,8 @@ def test_every_command_and_method_has_its_section() -> None:
         assert f"\n## keyhole {command}\n" in documents["docs/cli.md"]
     for action in ACTIONS:
         assert f"\n### keyhole documents {action}\n" in documents["docs/cli.md"]
-    for name, cls in [*available_policies().items(), *available_reuse_methods().items()]:
+    tables = available_policies(), available_prefill_policies(), available_reuse_methods()
+    for name, cls in [pair for table in tables for pair in table.items()]:
         assert f"\n## {name}\n" in documents["docs/methods.md"]
         assert f"`{cls.__name__}`" in documents["docs/methods.md"]
 

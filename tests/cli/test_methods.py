@@ -9,10 +9,15 @@ import pytest
 
 import keyhole
 from keyhole.policies import available_policies
+from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods
 from tests.cli.conftest import Run
 
-METHODS = {**available_policies(), **available_reuse_methods()}
+METHODS = {
+    **available_policies(),
+    **available_prefill_policies(),
+    **available_reuse_methods(),
+}
 
 
 def test_every_method_has_its_line(run: Run) -> None:

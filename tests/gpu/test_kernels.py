@@ -15,6 +15,7 @@ from tests.gpu.operands import (
     LATENTS,
     LENGTHS,
     MARKS,
+    MLA,
     PAGE,
     SHAPES,
     Cache,
@@ -85,6 +86,32 @@ def test_latents_with_a_selection_per_query_head(
     cache.keys, cache.values = (x.expand(-1, heads, -1, -1) for x in (cache.keys, cache.values))
     assert cache.keys.stride(1) == cache.values.stride(1) == 0
     compare_selected(cache, cache.selection(48, 1, heads))
+
+
+@pytest.mark.one_in(2)
+@cases(SHAPES)
+@pytest.mark.parametrize("quantised", [None, torch.int8, torch.uint8])
+def test_a_prompt_over_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, quantised: torch.dtype | None
+) -> None:
+    cache = Cache(shape, dtype)
+    softcap, sinks = (None, None) if quantised is None else (5.0, cache.sinks)
+    if quantised is not None and shape[2:] not in MLA:
+        cache.quantise(quantised)
+    length, unit, start = LENGTHS[1], 2 * PAGE, 27
+    heads, rows = shape[0] * shape[1], -(-length // unit) - start // unit
+    scores = torch.randn(rows, heads, -(-length // unit), generator=cache.random).to(DEVICE)
+    visible = torch.arange(rows, device=DEVICE, dtype=torch.int32) + start // unit + 1
+    options = {
+        "blocks": reference.top_k(scores, visible, 2, unit, last=1),
+        "scale": cache.scale,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
+    query = torch.randn(length - start, heads, shape[2], generator=cache.random)
+    given = (query.to(DEVICE, dtype), cache.keys, cache.values, cache.table[1].long(), start)
+    found = run("block_sparse_prefill", *given, **options)
+    check(found, reference.block_sparse_prefill(*given, **options), dtype)
 
 
 @pytest.mark.one_in(2)

@@ -23,6 +23,7 @@ from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY, ModelFiles, is_tiny, locate
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.policies import available_policies, make_policy
+from keyhole.policies.prefill import make_prefill_policy
 from keyhole.registry import require_depth
 from keyhole.reuse import reuse_names
 
@@ -219,7 +220,9 @@ def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
     """
     policy = make_policy(arguments.policy)
     settings = settings_of(arguments, EngineConfig)
-    EngineConfig(**settings)  # checks them before the model is loaded
+    config = EngineConfig(**settings)  # checks them before the model is loaded
+    if config.prefill_policy is not None:
+        make_prefill_policy(config.prefill_policy)
     model = load_model(arguments)
     require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.llm import LLM

@@ -2,6 +2,7 @@
 
 from keyhole.kernels import cpu, cpu_attention
 from keyhole.kernels.composed import low_rank
+from keyhole.kernels.composed.antidiagonals import antidiagonal_scores
 from keyhole.kernels.composed.blocks import (
     add_received,
     between_ends,
@@ -51,6 +52,7 @@ attend_low_rank = operation(
 __all__ = [
     "Rotation",
     "add_received",
+    "antidiagonal_scores",
     "attend_and_score_chosen",
     "attend_low_rank",
     "attend_per_query_head",

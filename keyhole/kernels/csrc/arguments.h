@@ -74,6 +74,11 @@ struct Prefill {
     int64_t n;
     Scoring scoring;
     void* out;  // [T, Hq, Dv]
+    // Blocks of `block_size` positions that each query head reads, one list of at most `listed` for
+    // each block of positions with some of the tokens, R of these; null: as above.
+    const int32_t* blocks = nullptr;  // [R, Hq, listed]
+    const int32_t* counts = nullptr;  // [R, Hq]
+    int64_t listed = 0, block_size = 0;
 };
 
 struct Append {

@@ -139,6 +139,23 @@ void prefill(std::tuple<int, int> dtypes, std::tuple<int64_t, int64_t, int64_t, 
                    {scale, softcap, at<float>(sinks)}, at<void>(out)});
 }
 
+// dtypes: as in `prefill`. blocks: indices and counts, how many are listed, tokens of a block.
+void block_sparse_prefill(std::tuple<int, int> dtypes,
+                          std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                          Address query, Address keys, Strides key_strides, Address values,
+                          Strides value_strides, std::tuple<Address, int64_t> table, int64_t start,
+                          std::tuple<Address, Address, int64_t, int64_t> blocks, float scale,
+                          float softcap, Address sinks, Address out) {
+    const auto [T, Hq, Hkv, D, Dv, page_size] = sizes;
+    const auto [dtype, stored] = dtypes;
+    const auto [indices, counts, listed, block_size] = blocks;
+    const auto [page_list, M] = table;
+    path->prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
+                   pages(keys, key_strides), pages(values, value_strides), at<int64_t>(page_list),
+                   M, start, 0, nullptr, nullptr, 0, {scale, softcap, at<float>(sinks)},
+                   at<void>(out), at<int32_t>(indices), at<int32_t>(counts), listed, block_size});
+}
+
 // dtypes: of the rows and of the pages. Floats are quantised for pages of 8 bits.
 void append_rows(std::tuple<int, int> dtypes, int64_t itemsize, int64_t T, int64_t Hkv, int64_t D,
                  int64_t page_size, Address to, Strides strides, Address rows, int64_t row_stride,
@@ -251,6 +268,7 @@ NB_MODULE(_cpu, m) {
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     m.def("attend", &attend, unlocked);
     m.def("prefill", &prefill, unlocked);
+    m.def("block_sparse_prefill", &block_sparse_prefill, unlocked);
     m.def("append", &append_rows, unlocked);
     m.def("load_missing", &exchange_rows, unlocked);
     m.def("page_bounds", &page_bounds, unlocked);

@@ -1,6 +1,7 @@
-// Causal attention of consecutive tokens over the pages of their sequence, or of tokens at any
-// positions over chosen ones. A task is a block of query tokens of one KV head; every tile of keys
-// is read once for all of its rows.
+// Causal attention of consecutive tokens over the pages of their sequence or over selected blocks of
+// it, or of tokens at any positions over chosen ones. A task is a block of query tokens of one KV
+// head, or of one query head where each selects its own blocks; every tile of keys is read once for
+// all of its rows.
 
 // A tile of 8-bit numbers as one of T, which holds them exactly; their scales are applied to scores
 // and weights.
@@ -49,7 +50,8 @@ class CausalAttention {
     using Query = typename Product<T>::Query;
 
   public:
-    explicit CausalAttention(const Prefill& a) : a_(a), G_(a.Hq / a.Hkv) {
+    explicit CausalAttention(const Prefill& a)
+        : a_(a), heads_(a.blocks ? a.Hq : a.Hkv), G_(a.Hq / heads_) {
         query_stride_ = rounded_up(a.D, Product<T>::step);
         out_stride_ = rounded_up(a.Dv, Vector::width);
         block_ = G_ < kRows ? kRows / G_ : 1;
@@ -68,18 +70,33 @@ class CausalAttention {
         for (int64_t i = 0; i < table_size_; i++) table_[i] = static_cast<int32_t>(a.pages[i]);
     }
 
+    // The last tokens attend to most keys: they are scheduled first, so that no long task runs last.
     void run() {
-        const int64_t blocks = (a_.T + block_ - 1) / block_;
-        // The last tokens attend to most keys: they are scheduled first, so that no long task runs
-        // last.
-        for_each(blocks * a_.Hkv, true, [=](int64_t i) {
-            block(i % a_.Hkv, (blocks - 1 - i / a_.Hkv) * block_);
+        if (a_.blocks) return run_over_blocks();
+        const int64_t tasks = (a_.T + block_ - 1) / block_;
+        for_each(tasks * heads_, true, [=](int64_t i) {
+            const int64_t begin = (tasks - 1 - i / heads_) * block_;
+            attend(i % heads_, begin, begin + block_ < a_.T ? begin + block_ : a_.T, 0);
         });
     }
 
   private:
     // Rows of a task, if a group has no more: their sums fit in the L1 cache.
     static constexpr int64_t kRows = 64;
+
+    // Each block of positions is cut into tasks, whose tokens share its lists.
+    void run_over_blocks() {
+        const int64_t size = a_.block_size, lead = a_.start % size;
+        const int64_t cuts = (size + block_ - 1) / block_, tasks = (lead + a_.T + size - 1) / size * cuts;
+        for_each(tasks * heads_, true, [=](int64_t i) {
+            const int64_t task = tasks - 1 - i / heads_, row = task / cuts;
+            int64_t begin = row * size + task % cuts * block_ - lead, end = begin + block_;
+            if (end > (row + 1) * size - lead) end = (row + 1) * size - lead;
+            if (end > a_.T) end = a_.T;
+            if (begin < 0) begin = 0;
+            if (begin < end) attend(i % heads_, begin, end, row);
+        });
+    }
 
     int64_t first_seen(int64_t position) const {
         return a_.window && position >= a_.window ? position - a_.window + 1 : 0;
@@ -103,9 +120,11 @@ class CausalAttention {
         return low;
     }
 
-    void block(int64_t h, int64_t begin) const {
-        const int64_t tokens = begin + block_ < a_.T ? block_ : a_.T - begin;
-        const int64_t first = position(begin), last = position(begin + tokens - 1);
+    // Tokens begin .. end - 1; row_of_lists: which of the R.
+    void attend(int64_t h, int64_t begin, int64_t end, int64_t row_of_lists) const {
+        const int64_t tokens = end - begin, list = row_of_lists * heads_ + h;
+        const int64_t first = position(begin), last = position(end - 1);
+        const int64_t kv_head = h * G_ / (a_.Hq / a_.Hkv);
         const int thread = omp_get_thread_num();
         Query* query = query_ + thread * rows_ * query_stride_;
         float* sums = sums_ + thread * rows_ * (out_stride_ + Vector::width + 1);
@@ -123,17 +142,18 @@ class CausalAttention {
                 rows.weight[row * Vector::width] = 1.0f;
             }
         }
-        const Source<K> from{static_cast<const K*>(a_.keys.data) + h * a_.keys.head_stride,
-                             static_cast<const K*>(a_.values.data) + h * a_.values.head_stride,
+        const Source<K> from{static_cast<const K*>(a_.keys.data) + kv_head * a_.keys.head_stride,
+                             static_cast<const K*>(a_.values.data) + kv_head * a_.values.head_stride,
                              a_.keys,
                              a_.values,
                              table_,
-                             a_.chosen,
-                             1,
+                             a_.blocks ? a_.blocks + list * a_.listed : a_.chosen,
+                             a_.blocks ? a_.block_size : 1,
                              a_.page_size,
                              0,
                              last + 1};
-        const int64_t low = reading(first_seen(first)), high = reading(last + 1);
+        const int64_t low = a_.blocks ? 0 : reading(first_seen(first));
+        const int64_t high = a_.blocks ? a_.counts[list] * a_.block_size : reading(last + 1);
         float* room = packed_ + thread * room_;
         const PromptTiles<T> reader(a_, room);
         WidenedTile<K, T> wide(a_.D, a_.Dv, room + packed_room_);
@@ -162,7 +182,7 @@ class CausalAttention {
     }
 
     const Prefill& a_;
-    const int64_t G_;
+    const int64_t heads_, G_;
     int64_t query_stride_, out_stride_, block_, rows_, table_size_, packed_room_, room_;
     int32_t* table_;
     Query* query_;

@@ -19,6 +19,7 @@ from keyhole.kernels.reference.attention import (
     sparse_prefill,
     weights_over,
 )
+from keyhole.kernels.reference.block_sparse import block_sparse_prefill
 from keyhole.kernels.reference.packed import PackedWeight, pack, packed_linear, unpack
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
@@ -47,6 +48,7 @@ __all__ = [
     "attend_and_score",
     "attend_block",
     "attend_weights",
+    "block_sparse_prefill",
     "bound_scores",
     "dequantised",
     "gather_rows",

@@ -297,10 +297,13 @@ def attend_block(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Explicit attention of [Hkv, G, T, D] over [Hkv, n, D] where `seen` [T, n]; float32."""
+    """Explicit attention of [Hkv, G, T, D] over [Hkv, n, D], in float32.
+
+    seen: bool [T, n], or [Hkv, G, T, n] where it differs between heads.
+    """
     scores = capped((query.float() @ key.float().transpose(-1, -2)[:, None]) * scale, softcap)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        sinks = sinks.repeat_interleave(seen.shape[0])  # one "head" per (head, row)
+        sinks = sinks.repeat_interleave(seen.shape[-2])  # one "head" per (head, row)
     weights = softmax(scores.flatten(1, 2)[None], sinks)[0].view_as(scores)
     return weights @ value.float()[:, None]

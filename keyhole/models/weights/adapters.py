@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,12 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
     try:
         _require_plain(adapted.peft_config["default"], folder)
         found = []
-        layer: Any
-        for name, layer in adapted.base_model.model.named_modules():
-            if isinstance(layer, LoraLayer):
-                _require_linear(network, name, layer, folder)
-                down = layer.lora_A["default"].weight.detach().clone()
-                up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
-                found.append((name, LowRank(number, down, up)))
+        layers: Iterable[tuple[str, Any]] = adapted.base_model.model.named_modules()
+        for name, layer in (pair for pair in layers if isinstance(pair[1], LoraLayer)):
+            _require_linear(network, name, layer, folder)
+            down = layer.lora_A["default"].weight.detach().clone()
+            up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
+            found.append((name, LowRank(number, down, up)))
         return sorted(found, key=lambda pair: pair[0])
     finally:
         adapted.unload()
@@ -120,7 +119,7 @@ def _unsuitable(folder: Path, why: str) -> ModelError:
 
 
 def _adapted(network: Any, adapter: Path, base: str) -> Any:
-    """peft's model around the network, with the adapter's weights; ModelError if it does not fit."""
+    """The network inside peft's model, with an adapter's weights; ModelError if it does not fit."""
     import peft
 
     try:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config
 
+import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
+from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
@@ -110,10 +112,16 @@ def test_documents_of_another_adapter_are_missing(folders: dict[str, Path], tmp_
         llm.ask([7, 8, 9], ["one"], params=params("narrow"))
 
 
-def test_adapters_with_packed_weights(folders: dict[str, Path]) -> None:
-    wanted = adapted(folders, weights="int8:group_size=32")
-    found = wanted.generate(PROMPTS[0], params("wide"))
-    assert found.token_ids != wanted.generate(PROMPTS[0], params(None)).token_ids
+def test_adapters_beside_packed_weights(tmp_path: Path) -> None:
+    """The packed base answers as without adapters, and the adapter changes it."""
+    network = AutoModelForCausalLM.from_pretrained(keyhole.tiny())
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    peft.get_peft_model(network, config).save_pretrained(tmp_path)
+    packed = {"device": "cpu", "weights": "int8"}
+    llm = LLM("tiny", **packed, adapters={"odd": tmp_path})
+    base, changed = (llm.generate(PROMPTS[0], params(name)) for name in (None, "odd"))
+    assert base.token_ids == LLM("tiny", **packed).generate(PROMPTS[0], params(None)).token_ids
+    assert changed.token_ids != base.token_ids
 
 
 def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
@@ -159,6 +167,9 @@ def test_a_loaded_network_is_not_changed(folders: dict[str, Path]) -> None:
     assert found.token_ids == adapted(folders).generate(PROMPTS[0], params("wide")).token_ids
 
 
-def test_hybrid_models_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_hybrid_models_are_refused(folders: dict[str, Path]) -> None:
+    config = Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="recurrent layers"):
-        LLM(make_model("lfm2", tmp_path), device="cpu", adapters={"wide": folders["wide"]})
+        read_adapters(network, {"wide": folders["wide"]}, "hybrid")

@@ -6,7 +6,7 @@ struct Source {
     const T *keys, *values;
     Pages key_pages, value_pages;
     const int32_t* table;    // of the sequence
-    const int32_t* entries;  // selected tokens or pages, or null: all
+    const int32_t* entries;  // selected tokens, pages or blocks of tokens, or null: all
     int64_t unit, page_size;
     int64_t low, high;  // visible positions
     LowRankKeys<T>* low_rank = nullptr;
@@ -23,6 +23,10 @@ struct Source {
                 const int64_t entry = at / unit, place = at - entry * unit;
                 position = entries[entry] * unit + place;
                 run = unit - place;
+                if (unit != page_size) {  // blocks of a prompt: a run ends with its page, too
+                    const int64_t rest = page_size - (position - entry_of(position) * page_size);
+                    if (run > rest) run = rest;
+                }
             } else {
                 run = page_size - (position - entry_of(position) * page_size);
             }
