@@ -136,7 +136,6 @@ class DocumentPrefill:
 
     def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk, context: Context) -> Batch:
         """A step of one chunk of a prompt over `context`."""
-        rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
         return Batch(
             cache=self._cache,
             policy=self._policy,
@@ -145,7 +144,7 @@ class DocumentPrefill:
             num_decode=0,
             step=None,
             chunks=[chunk],
-            rewrite=rewrite,
+            rewrite=chunk if isinstance(chunk, ScatteredChunk) else None,
             adapters=adapter_rows([(context.adapter, len(slots))], self._model.device),
         )
 

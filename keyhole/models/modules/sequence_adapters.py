@@ -25,7 +25,7 @@ from torch import Tensor, nn
 _ROWS: ContextVar[Tensor | None] = ContextVar("adapter_rows", default=None)
 
 
-class LowRank(NamedTuple):
+class AdapterMatrices(NamedTuple):
     """What one adapter adds to one layer: `up @ down @ x`.
 
     number: of the adapter, from 1. down: [r, in]. up: [out, r], with the adapter's scale.
@@ -47,7 +47,9 @@ class Adapted(nn.Module):
     up: Tensor
 
 
-def attach(network: nn.Module, layers: Mapping[str, Sequence[LowRank]], dtype: torch.dtype) -> None:
+def attach(
+    network: nn.Module, layers: Mapping[str, Sequence[AdapterMatrices]], dtype: torch.dtype
+) -> None:
     """Makes layers of a network add what the adapter of a row adds, in place.
 
     layers: by module name. dtype: what they compute in.

@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from keyhole.errors import ConfigError, ModelError
 from keyhole.models import families
-from keyhole.models.modules.sequence_adapters import LowRank
+from keyhole.models.modules.sequence_adapters import AdapterMatrices
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Adapters:
     """
 
     digests: Mapping[str, str] = field(default_factory=dict)
-    layers: Mapping[str, list[LowRank]] = field(default_factory=dict)
+    layers: Mapping[str, list[AdapterMatrices]] = field(default_factory=dict)
 
     def number(self, name: str | None) -> int:
         """The number of an adapter, 0 for None; KeyError for an unknown one."""
@@ -54,7 +54,7 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
             "of one adapter as the model, which merges it"
         )
     digests: dict[str, str] = {}
-    layers: dict[str, list[LowRank]] = {}
+    layers: dict[str, list[AdapterMatrices]] = {}
     for number, (name, folder) in enumerate(folders.items(), 1):
         digest = hashlib.sha256()
         for place, part in _parts(network, number, Path(folder), base):
@@ -66,7 +66,7 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
     return Adapters(digests, layers)
 
 
-def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str, LowRank]]:
+def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str, AdapterMatrices]]:
     """What an adapter adds, by module name in a fixed order."""
     from peft.tuners.lora import LoraLayer
 
@@ -79,7 +79,7 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
             _require_linear(network, name, layer, folder)
             down = layer.lora_A["default"].weight.detach().clone()
             up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
-            found.append((name, LowRank(number, down, up)))
+            found.append((name, AdapterMatrices(number, down, up)))
         return sorted(found, key=lambda pair: pair[0])
     finally:
         adapted.unload()
