@@ -4,9 +4,11 @@ A page list has gaps where pages were evicted, or where no layer keeps a token o
 layer may drop other tokens of a prompt with stored documents; a table records those it kept.
 
 A dropped token is a slot in a page that the layer does not read, and pages that no layer reads are
-not allocated, so that the rest of the engine is unaffected. Where the policy selects for each layer
-by itself, a layer's kept tokens are packed first, and "token" here means its place
-(`cache/packing.py`). Every layer has all tokens after the documents, at their positions.
+not allocated, so that the rest of the engine is unaffected. Where the policy allows it, a layer's
+kept tokens are packed first, and "token" here means its place (`cache/packing.py`). A selection
+that one layer makes for others means other tokens at their places: it is made of positions, and
+each layer reads those that it has at its own places. Every layer has all tokens after the
+documents, at their positions.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.huge_pages import HUGE_BYTES, is_lazy
+from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 
@@ -179,10 +182,17 @@ class KeptTokenTable:
     """The kept tokens of every layer, a row per slot of the engine.
 
     A slot without an entry has all tokens. The last row of layers is the union over all layers.
+    shares: whether layers read what another layer selected.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, num_slots: int, device: torch.device, *, shares: bool
+    ) -> None:
         rows = num_layers + 1
+        self._shares = shares
+        # Of tokens of documents: where a position is, and the other way round. Only if it shares.
+        self._places = torch.zeros(num_layers, num_slots, 0, dtype=torch.int32, device=device)
+        self._positions = torch.zeros_like(self._places)
         self._kept = torch.zeros(rows, num_slots, 0, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
@@ -190,9 +200,20 @@ class KeptTokenTable:
         self._dropped = [0] * num_slots  # the fewest tokens that any layer dropped
         self._lost = [0] * num_slots  # tokens that all layers dropped
 
-    def set(self, slot: int, kept: Tensor) -> None:
-        """Slot `slot` has the first tokens in kept, bool [L, C], and all tokens after them."""
+    def set(self, slot: int, kept: Tensor, packing: Packing | None = None) -> None:
+        """Slot `slot` has the first tokens in kept, bool [L, C], and all tokens after them.
+
+        packing: where they are; None: at their positions.
+        """
         length = kept.shape[1]
+        if self._shares:
+            own = torch.arange(length, dtype=torch.int32).where(kept, -1)
+            places = own if packing is None else packing.places
+            positions = own if packing is None else packing.positions.int()
+            self._places = _widened(self._places, length)
+            self._places[:, slot, :length] = places.to(self._places.device)
+            self._positions = _widened(self._positions, length)
+            self._positions[:, slot, :length] = positions.to(self._positions.device)
         self._kept = _widened(self._kept, length)
         self._tokens = _widened(self._tokens, length)
         kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
@@ -223,6 +244,8 @@ class KeptTokenTable:
             tokens=self._tokens[:, index],
             counts=self._counts[:, index],
             ends=self._ends[index],
+            places=self._places[:, index] if self._shares else None,
+            positions=self._positions[:, index] if self._shares else None,
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             most=max(n - self._dropped[slot] for slot, n in both),
             most_anywhere=max(n - self._lost[slot] for slot, n in both),
@@ -239,6 +262,8 @@ class KeptTokenRows:
         tokens: Tensor,
         counts: Tensor,
         ends: Tensor,
+        places: Tensor | None,
+        positions: Tensor | None,
         lengths: Tensor,
         most: int,
         most_anywhere: int,
@@ -247,6 +272,8 @@ class KeptTokenRows:
         self._tokens = tokens
         self._counts = counts
         self._ends = ends[:, None]
+        self._places = places
+        self._positions = positions
         self._lengths = lengths[:, None]
         self._most = [most] * (len(kept) - 1) + [most_anywhere]
         # Cached: layers request it repeatedly, and the prefetcher compares selections by identity.
@@ -264,8 +291,17 @@ class KeptTokenRows:
             self._listed[key] = self._selection(layer, window)
         return self._listed[key]
 
+    def at_positions(self, layer: int, selection: Selection) -> Selection:
+        """What a layer selected for others among its own places, as positions; unit 1."""
+        assert self._positions is not None, "the policy says that layers share a selection"
+        indices = self._mapped(self._positions[layer], _tokens(selection))
+        return Selection(indices, (indices >= 0).sum(2, dtype=torch.int32), 1)
+
     def within(self, layer: int, selection: Selection) -> Selection:
-        """The tokens of a selection of tokens or pages that a layer has; unit 1."""
+        """The tokens of a selection of tokens or pages that a layer has; unit 1.
+
+        The selection has places of this layer, or positions where layers share it.
+        """
         key = layer, selection
         if key not in self._found:
             self._found[key] = self._within(layer, selection)
@@ -285,13 +321,19 @@ class KeptTokenRows:
         return _packed(indices[:, None], wanted[:, None])
 
     def _within(self, layer: int, selection: Selection) -> Selection:
-        indices = selection.indices
-        if selection.unit > 1:
-            place = torch.arange(selection.unit, dtype=torch.int32, device=indices.device)
-            tokens = indices[..., None] * selection.unit + place
-            indices = torch.where(indices[..., None] < 0, -1, tokens).flatten(2)
+        indices = _tokens(selection)
+        if self._places is not None:
+            indices = self._mapped(self._places[layer], indices)
         wanted = (indices >= 0) & (indices < self._lengths[:, None])
         return _packed(indices, wanted & self._has(layer, indices))
+
+    def _mapped(self, table: Tensor, indices: Tensor) -> Tensor:
+        """Tokens of documents by a table int32 [B, C]; the tokens after them are as they are."""
+        if table.shape[1] == 0:
+            return indices
+        known = indices.clamp(0, table.shape[1] - 1).long()
+        found = table[:, None].expand(-1, indices.shape[1], -1).gather(2, known)
+        return torch.where((indices >= 0) & (indices < self._ends[:, None]), found, indices)
 
     def pages(self, layer: int, num_pages: int, page_size: int) -> Tensor:
         """Whether a layer has any token of a page, bool [B, num_pages]."""
@@ -309,6 +351,16 @@ class KeptTokenRows:
         places = indices.clamp(0, kept.shape[1] - 1).long()
         known = kept[:, None].expand(-1, indices.shape[1], -1).gather(2, places)
         return known | (indices >= self._ends[:, None])
+
+
+def _tokens(selection: Selection) -> Tensor:
+    """The tokens of a selection of tokens or pages, int32 [B, H, n], padded with -1."""
+    indices = selection.indices
+    if selection.unit == 1:
+        return indices
+    place = torch.arange(selection.unit, dtype=torch.int32, device=indices.device)
+    tokens = indices[..., None] * selection.unit + place
+    return torch.where(indices[..., None] < 0, -1, tokens).flatten(2)
 
 
 def _packed(indices: Tensor, wanted: Tensor) -> Selection:

@@ -45,6 +45,15 @@ class Packing:
             positions[layer, places[layer]] = tokens
         return cls(places, positions)
 
+    @property
+    def places(self) -> Tensor:
+        """The place of each position: int32 [L, C]; -1 where the layer has no such token."""
+        found = torch.full(self.positions.shape, -1, dtype=torch.int32)
+        for layer in range(len(found)):
+            positions, places = self.moves(layer)
+            found[layer, positions] = torch.from_numpy(places).int()
+        return found
+
     def moves(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions of a layer's tokens, and their places: int64 [n] each, ascending."""
         places = self.kept[layer].numpy().nonzero()[0]

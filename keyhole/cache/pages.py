@@ -148,6 +148,11 @@ class PageCache:
         """Bytes of the resident tensors: keys, values and all side data."""
         return sum(tensor.nbytes for tensor in self._tensors()) - self.offloaded_bytes
 
+    def scattered(self, layer: int) -> tuple[Tensor, Tensor]:
+        """As `keys` and `values` of an offloaded layer, for reads of few tokens at a time."""
+        pages, layout = self._stores[layer].scattered, self.geometry.layers[layer]
+        return keys_and_values(pages, layout, self.page_size)
+
     def offload_layer(self, layer: int, tier: Tier) -> None:
         """Moves keys and values of a layer to `tier`; side data stays. Not while a step runs.
 

@@ -262,7 +262,7 @@ class Prefetcher:
         return self._frames[unit]
 
     def _load_missing(self, layer: int, selection: Selection, frame: Frame) -> Resident:
-        pages = self._cache.keys[layer], self._cache.values[layer]
+        pages = self._cache.scattered(layer)
         return self._buffers[layer].load_missing(selection, frame, *pages)
 
     def _submit(

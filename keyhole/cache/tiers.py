@@ -3,8 +3,10 @@
 Two pairs, one interface: a GPU offloads to pinned host memory, a CPU to a memory-mapped file in a
 folder of the user's choice. A layer moves as a whole, in both directions. Every kernel reads and
 writes a mapped file directly; the operating system loads its pages, and evicts them under memory
-pressure. When a layer becomes resident, its file is closed, which frees the disk; pinned memory
-returns to torch, which keeps it for the next offloaded layer.
+pressure. Each file is mapped twice: the system reads ahead for those that read a layer in order,
+but not for those that read scattered tokens, where it would load megabytes for each. When a layer
+becomes resident, its file is closed, which frees the disk; pinned memory returns to torch, which
+keeps it for the next offloaded layer.
 
 A file never has a name (O_TMPFILE, or unlinked at once), so it disappears with the process, however
 that ends: no clean-up is needed at the next start, and processes that share a folder cannot
@@ -37,7 +39,12 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Store(Protocol):
-    """One layer's offloaded pages."""
+    """One layer's offloaded pages.
+
+    scattered: the same memory as the last result of `resized`, for reads of few tokens at a time.
+    """
+
+    scattered: Tensor
 
     def resized(self, count: int) -> Tensor:
         """All pages as one tensor [count, ...]; existing pages keep their contents.
@@ -79,7 +86,7 @@ class FileStore:
         self._shape = tuple(shape)
         self._file = _unnamed_file(directory)
         weakref.finalize(self, self._file.close)
-        self._tensor = torch.empty(0, *shape, dtype=dtype)
+        self._tensor = self.scattered = torch.empty(0, *shape, dtype=dtype)
 
     def resized(self, count: int) -> Tensor:
         """See `Store`. Earlier tensors remain views of the same pages."""
@@ -88,9 +95,13 @@ class FileStore:
         dtype = self._tensor.dtype
         size = count * dtype.itemsize * torch.Size(self._shape).numel()
         self._reserve(size)
-        # The mapping lives as long as a tensor that views it.
-        mapping = mmap.mmap(self._file.fileno(), size)
-        self._tensor = torch.frombuffer(mapping, dtype=dtype).view(count, *self._shape)
+        # A mapping lives as long as a tensor that views it.
+        both = [mmap.mmap(self._file.fileno(), size) for _ in range(2)]
+        if hasattr(mmap, "MADV_RANDOM") and size:
+            both[1].madvise(mmap.MADV_RANDOM)
+        self._tensor, self.scattered = (
+            torch.frombuffer(mapping, dtype=dtype).view(count, *self._shape) for mapping in both
+        )
         return self._tensor
 
     def _reserve(self, size: int) -> None:
@@ -131,7 +142,7 @@ class PinnedStore:
     """Pages in pinned memory."""
 
     def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self._tensor = torch.empty(0, *shape, dtype=dtype)
+        self._tensor = self.scattered = torch.empty(0, *shape, dtype=dtype)
 
     def resized(self, count: int) -> Tensor:
         """See `Store`."""
@@ -141,7 +152,7 @@ class PinnedStore:
                 count, *before.shape[1:], dtype=before.dtype, pin_memory=torch.cuda.is_available()
             )
             larger[: len(before)] = before
-            self._tensor = larger
+            self._tensor = self.scattered = larger
         return self._tensor
 
 

@@ -28,7 +28,7 @@ from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
@@ -75,7 +75,8 @@ class Runner:
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device)
+        shares = policy.shares_by_scores
+        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device, shares=shares)
         # Whose kept tokens stand in a row of it.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
@@ -400,7 +401,7 @@ class Runner:
                 if sequence.kept is None:
                     self._kept_tokens.clear(sequence.slot)
                 else:
-                    self._kept_tokens.set(sequence.slot, sequence.kept)
+                    self._kept_tokens.set(sequence.slot, sequence.kept, sequence.packing)
         if all(sequence.kept is None for sequence in rows):
             return None
         slots = [sequence.slot for sequence in rows]

@@ -440,7 +440,8 @@ class Scheduler:
         sequence.pages, sequence.filling = filling.take(), None
         filled = filling.filled
         sequence.num_computed = filled.end
-        sequence.kept, sequence.reused = filled.kept, filled.reused
+        sequence.kept, sequence.packing = filled.kept, filled.packing
+        sequence.reused = filled.reused
         if sequence.trace is not None:
             sequence.trace.packing = filled.packing
 
@@ -467,6 +468,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
+        sequence.packing = None
 
     def lend(self, pages: Collection[int]) -> None:
         """Registers pages in which a document is encoded; `take_back` frees them."""

@@ -52,6 +52,7 @@ class PolicyProxy(Policy):
             "wants_head",
             "shares_pages",
             "selects_per_layer",
+            "shares_by_scores",
             "page_settings",
             "reads_keys",
             "reads_queries",

@@ -193,9 +193,13 @@ class Policy:
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
     #: True if what a layer reads depends on that layer alone. Layers may then store other tokens
-    #: of documents in one page (`cache/packing.py`). A policy whose layers read what another layer
-    #: selected needs every token at its own position.
+    #: of documents in one page (`cache/packing.py`).
     selects_per_layer: ClassVar[bool] = False
+    #: True if what several layers read (`Step.shared_selection`) is selected in `on_scores` alone,
+    #: from one layer's scores of its own tokens. Tokens of documents may then be packed, too: what
+    #: that layer selected is translated for the others. With neither of the two every token of
+    #: documents is at its own position.
+    shares_by_scores: ClassVar[bool] = False
 
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.

@@ -57,6 +57,7 @@ class Delta(Policy):
     name: ClassVar[str] = "delta"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
+    shares_by_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads, in whole pages")
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
     sink_size: int = setting(0, "first tokens that are always read, in whole pages")

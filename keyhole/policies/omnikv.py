@@ -65,6 +65,7 @@ class OmniKV(Policy):
     name: ClassVar[str] = "omnikv"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
+    shares_by_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     filter_layers: tuple[int, ...] | None = setting(

@@ -64,6 +64,7 @@ class TidalDecode(Policy):
     name: ClassVar[str] = "tidal_decode"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
+    shares_by_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a sparse layer reads per KV head")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     selection_layers: tuple[int, ...] | None = setting(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keyhole.cache import kept_tokens
 from keyhole.cache.kept_tokens import KeptTokenTable, PageList
+from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 from tests.cache.test_pages import PLAIN, make_cache
@@ -52,7 +53,7 @@ def _lists(selection: Selection) -> list[list[list[int]]]:
 
 
 def _view(batch: list[tuple[Tensor | None, int]], slots: list[int]):  # type: ignore[no-untyped-def]
-    thinned = KeptTokenTable(LAYERS, 8, torch.device("cpu"))
+    thinned = KeptTokenTable(LAYERS, 8, torch.device("cpu"), shares=False)
     # What stood in a slot before must not be seen.
     thinned.set(slots[0], torch.zeros(LAYERS, 30, dtype=torch.bool))
     thinned.clear(slots[0])
@@ -99,6 +100,49 @@ def test_a_selection_loses_what_is_not_there(
         for (kept, length), row, lists in zip(batch, chosen, found, strict=True):
             has = _has(kept, layer, length)
             assert lists == [[t for t in has if t // unit in entries] for entries in row]
+
+
+@given(rows(), st.permutations(range(8)), st.booleans(), st.data())
+def test_layers_that_share_a_selection_read_its_tokens_at_their_own_places(
+    batch: list[tuple[Tensor | None, int]], order: list[int], packs: bool, data: st.DataObject
+) -> None:
+    """What one layer selects among its places are the same tokens in all others that have them."""
+    table = KeptTokenTable(LAYERS, 8, torch.device("cpu"), shares=True)
+    table.set(order[0], torch.zeros(LAYERS, 30, dtype=torch.bool))  # stood there before
+    table.clear(order[0])
+    # By sequence and layer: the position in each place that is in use.
+    positions: list[list[dict[int, int]]] = []
+    for (kept, length), slot in zip(batch, order, strict=False):
+        end = 0 if kept is None else kept.shape[1]
+        after = {t: t for t in range(end, length)}
+        if kept is None:
+            positions.append([after] * LAYERS)
+            continue
+        packing = Packing.of(kept, PAGE) if packs else None
+        table.set(slot, kept if packing is None else packing.kept, packing)
+        there = []
+        for layer in range(LAYERS):
+            tokens = kept[layer].nonzero()[:, 0].tolist()
+            places = tokens if packing is None else packing.moves(layer)[1].tolist()
+            there.append(dict(zip(places, tokens, strict=True)) | after)
+        positions.append(there)
+    view = table.rows(order[: len(batch)], [n for _, n in batch], torch.device("cpu"))
+    unit = data.draw(st.sampled_from([1, PAGE]))
+    chosen = [data.draw(st.sets(st.integers(0, (n - 1) // unit))) for _, n in batch]
+    width = max(1, *map(len, chosen))
+    indices = torch.full((len(batch), 1, width), -1, dtype=torch.int32)
+    for row, entries in zip(indices, chosen, strict=True):
+        row[0, : len(entries)] = torch.tensor(sorted(entries))
+    selection = Selection(indices, torch.tensor([[len(x)] for x in chosen]).int(), unit)
+    shared = view.at_positions(1, selection)
+    for layer in range(LAYERS):
+        for entries, there, [places] in zip(
+            chosen, positions, _lists(view.within(layer, shared)), strict=True
+        ):
+            wanted = {token for place, token in there[1].items() if place // unit in entries}
+            own = there[layer]
+            assert places == sorted(places)
+            assert {own[place] for place in places} == wanted & set(own.values())
 
 
 @given(rows(), st.permutations(range(8)))

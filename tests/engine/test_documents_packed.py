@@ -25,7 +25,7 @@ LENGTH = 160
 TEXTS = {name: tokens(LENGTH, seed) for seed, name in enumerate(NAMES)}
 PREFIX, SEPARATOR, QUESTION = [1], [5], tokens(9, 99)
 SAM_KV = make_reuse("sam_kv", {"block_size": BLOCK, "share": 0.5, "stable_layers": [0]})
-#: Policies under which each layer selects by itself, with a budget below and above the prompt.
+#: Policies under which each layer selects by itself, with a budget above the prompt.
 PER_LAYER = {
     "full": {},
     "sliding_window": {"token_budget": 4096},
@@ -35,13 +35,18 @@ PER_LAYER = {
     "quest": {"token_budget": 4096},
     "raas": {"token_budget": 4096},
 }
-ACROSS_LAYERS = ["delta", "omnikv", "tidal_decode"]
+#: Policies under which some layers select for others, with a budget below what layers keep.
+ACROSS_LAYERS = {
+    "delta": {"token_budget": 64, "full_layers": (0,), "delta_layers": (1, 3)},
+    "omnikv": {"token_budget": 64, "full_layers": (0,), "filter_layers": (1,), "dense_after": 0},
+    "tidal_decode": {"token_budget": 64, "full_layers": (0,), "selection_layers": (1, 3)},
+}
 
 
-def started(folder: Path, layers: int, policy: Any = None) -> LLM:
+def started(folder: Path, layers: int, policy: Any = None, page_size: int = 4, **more: Any) -> LLM:
     path = make_model("llama", folder, num_hidden_layers=layers, **WIDE)
     store = folder / "store"
-    llm = LLM(path, device="cpu", page_size=4, policy=policy, documents=store)
+    llm = LLM(path, device="cpu", page_size=page_size, policy=policy, documents=store, **more)
     for name, ids in TEXTS.items():
         llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
     return llm
@@ -89,9 +94,12 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
     return held, kept
 
 
+@pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
-def test_a_question_holds_what_its_layers_keep(layers: int, folder: Path) -> None:
-    llm = started(folder / str(layers), layers)
+def test_a_question_holds_what_its_layers_keep(
+    layers: int, policy: str | None, folder: Path
+) -> None:
+    llm = started(folder / f"{layers} {policy}", layers, policy)
     with ExitStack() as stack:
         sequence = begin(llm, stack)
         held, kept = held_and_kept(llm, sequence)
@@ -121,25 +129,89 @@ def test_answers_are_those_over_tokens_at_their_positions(
 
 
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
-def test_tokens_stay_at_their_positions_where_layers_share_a_selection(
-    name: str, folder: Path
+@pytest.mark.parametrize("kind", ["sam_kv", "masks"])
+def test_layers_that_share_a_selection_read_the_same_tokens_packed(
+    name: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A selection of pages means the same tokens in every layer that reads it."""
-    settings = {"token_budget": 64}
-    llm = started(folder / name, 6, make_policy(name, settings))
+    """A page of one token is the same choice at positions and packed, also where pages are chosen.
+
+    In larger pages a selection of pages means other tokens when they are packed.
+    """
+    policy = make_policy(name, ACROSS_LAYERS[name])
+    llm = started(folder / f"{name} {kind}", 6, policy, page_size=1 if name == "delta" else 4)
+    method = SAM_KV if kind == "sam_kv" else _masks(6, seed=3)
     with ExitStack() as stack:
-        sequence = begin(llm, stack)
-        assert sequence.reused is not None
-        assert sequence.kept is not None
-        end = len(sequence.prompt) - len(QUESTION)
-        documents = torch.zeros(end, dtype=torch.bool)
-        for i in range(len(NAMES)):
-            start = len(PREFIX) + i * (LENGTH + len(SEPARATOR))
-            documents[start : start + LENGTH] = True
-        assert torch.equal(sequence.kept[:, documents], sequence.reused.kept)
-        union = float(sequence.reused.kept.any(0).float().mean())
-        assert sequence.reused.held_ratio >= union
-        finish(llm, sequence)
+        sequence = begin(llm, stack, method, trace=True)
+        packed = finish(llm, sequence)
+        monkeypatch.setattr(DocumentPrefill, "packs", False)
+        other = begin(llm, stack, method, trace=True)
+        assert_near(packed, finish(llm, other))
+    assert sequence.reads is not None
+    assert other.reads is not None
+    for ours, theirs in zip(sequence.reads, other.reads, strict=True):
+        for layer in range(6):
+            np.testing.assert_array_equal(ours.shares(layer), theirs.shares(layer))
+    assert sequence.reads[-1].shares(2).sum() < 64 + 1  # it did select
+
+
+@pytest.mark.parametrize("name", ACROSS_LAYERS)
+def test_offloaded_layers_read_the_same_tokens_packed(name: str, folder: Path) -> None:
+    policy = make_policy(name, ACROSS_LAYERS[name])
+    place = folder / f"below {name}"
+    with ExitStack() as stack:
+        above = started(place, 6, policy)
+        wanted = finish(above, begin(above, stack))
+        below = started(place, 6, policy, memory="64MiB", offload=str(folder))
+        offloader = below.engine.offloader
+        assert offloader is not None
+        offloader.least = len(offloader.plan.model.order)
+        offloader.offload_layer(offloader.least)
+        sequence = begin(below, stack)
+        assert torch.equal(finish(below, sequence), wanted)
+        assert sequence.stats().offloaded_layers
+        assert sequence.stats().moved_bytes
+
+
+@pytest.mark.parametrize("name", [*ACROSS_LAYERS, "quest"])
+def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path) -> None:
+    """A question that is filled holds every page that any layer needs, then only what it keeps."""
+    policy = make_policy(name, ACROSS_LAYERS.get(name, {"token_budget": 64}))
+    place, params = (
+        folder / f"pressed {name}",
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+    )
+
+    def add(llm: LLM, stack: ExitStack) -> Sequence:
+        method = SAM_KV.resolve(llm.engine.geometry)
+        asked = assembled(llm, stack, NAMES, QUESTION, method, PREFIX, SEPARATOR)
+        return llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
+
+    with ExitStack() as stack:
+        llm = started(place, 6, policy, prefix_cache=False)
+        alone = add(llm, stack)
+        while not alone.is_finished:
+            llm.engine.step()
+        assert alone.reused is not None
+        kept = int(alone.reused.held_ratio * len(NAMES) * LENGTH) // 4 + 20
+        filling = llm.engine.cache.peak_pages
+        memory = (kept + filling) * llm.engine.cache.page_bytes
+        pressed = started(place, 6, policy, memory=memory, prefix_cache=False)
+        sequences, most = [add(pressed, stack) for _ in range(4)], 0
+        while pressed.engine.has_work:
+            pressed.engine.step()
+            pressed.engine.check_integrity()
+            most = max(most, len(pressed.engine.scheduler.running))
+        assert most <= 2
+        for sequence in sequences:
+            assert_near(torch.stack(sequence.logits), torch.stack(alone.logits))
+
+
+def _masks(layers: int, seed: int) -> Masks:
+    """Layers keep different numbers of tokens, and compute some of them again."""
+    random = torch.Generator().manual_seed(seed)
+    share = torch.linspace(0.2, 0.8, layers)[:, None]
+    kept = torch.rand(layers, len(NAMES) * LENGTH, generator=random) < share
+    return Masks(kept, kept & (torch.rand(kept.shape, generator=random) < 0.2), fuses=False)
 
 
 @pytest.mark.parametrize("seed", range(3))

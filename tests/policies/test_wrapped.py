@@ -47,6 +47,7 @@ def test_there_is_something_to_hand_on() -> None:
         "reads_queries",
         "page_settings",
         "selects_per_layer",
+        "shares_by_scores",
         "reads_keys",
         "selects_by_own_scores",
     ]

@@ -44,7 +44,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
@@ -174,8 +174,8 @@ class DocumentPrefill:
 
         Sliding windows of the model look at positions, which places are not.
         """
-        windows = [layer.window for layer in self._cache.geometry.layers]
-        return self._policy.selects_per_layer and all(window is None for window in windows)
+        allows = self._policy.selects_per_layer or self._policy.shares_by_scores
+        return allows and all(layer.window is None for layer in self._cache.geometry.layers)
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
         """Copies the tokens of each layer where `packing` has them, one layer per iteration.
