@@ -9,10 +9,15 @@ SamKV, nothing is held that no layer reads, except in the first and last page.
 A *place* is where a layer stores a token: a position of the page list. The first page of kept
 tokens stays at the beginning, and the others end where the question begins, in order: attention
 sinks and recent tokens, as policies know them, are the first and last kept ones.
+
+A layer with a sliding window of the model's own compares positions. Its tokens stay where they are,
+and those that no later token sees are dropped: pages that other layers do not need are held only if
+the window is longer than what these keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,13 +37,24 @@ class Packing:
     positions: Tensor
 
     @classmethod
-    def of(cls, kept: Tensor, page_size: int) -> Packing:
-        """For layers that keep the tokens bool [L, C], on the CPU."""
+    def of(
+        cls, kept: Tensor, page_size: int, windows: Sequence[int | None] | None = None
+    ) -> Packing:
+        """For layers that keep the tokens bool [L, C], on the CPU.
+
+        windows: of each layer, in tokens; None: full attention.
+        """
         places = torch.zeros_like(kept)
         positions = torch.full(kept.shape, -1, dtype=torch.int64)
         length = kept.shape[1]
         for layer, row in enumerate(kept):
             tokens = row.nonzero()[:, 0]
+            window = None if windows is None else windows[layer]
+            if window is not None:
+                tokens = tokens[tokens > length - window]
+                places[layer, tokens] = True
+                positions[layer, tokens] = tokens
+                continue
             first = min(len(tokens), page_size)
             places[layer, :first] = True
             places[layer, length - (len(tokens) - first) :] = True

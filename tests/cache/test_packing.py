@@ -36,6 +36,19 @@ def test_a_token_has_one_place_and_a_place_one_token(kept: torch.Tensor, size: i
         assert (found.tolist(), at.tolist()) == (tokens, places)
 
 
+@given(kept_tokens(), st.integers(1, 80))
+def test_what_a_window_still_sees_stays_at_its_positions(kept: torch.Tensor, window: int) -> None:
+    packing, end = Packing.of(kept, 4, [None, window, None]), kept.shape[1]
+    plain = Packing.of(kept, 4)
+    for layer in (0, 2):
+        assert torch.equal(packing.positions[layer], plain.positions[layer])
+    # The next token sees itself and `window` - 1 tokens before it.
+    seen = [t for t in range(max(0, end - window + 1), end) if kept[1, t]]
+    assert packing.kept[1].nonzero()[:, 0].tolist() == seen
+    positions, places = packing.moves(1)
+    assert positions.tolist() == places.tolist() == seen
+
+
 @given(kept_tokens())
 def test_marks_by_place_become_marks_by_position(kept: torch.Tensor) -> None:
     packing, end = Packing.of(kept, 4), kept.shape[1]

@@ -169,12 +169,13 @@ class DocumentPrefill:
 
     @property
     def packs(self) -> bool:
-        """Whether layers may store different tokens in one page.
+        """Whether layers may store different tokens in one page."""
+        return self._policy.selects_per_layer or self._policy.shares_by_scores
 
-        Sliding windows of the model look at positions, which places are not.
-        """
-        allows = self._policy.selects_per_layer or self._policy.shares_by_scores
-        return allows and all(layer.window is None for layer in self._cache.geometry.layers)
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer."""
+        return [layer.window for layer in self._cache.geometry.layers]
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
         """Copies the tokens of each layer where `packing` has them, one layer per iteration.
@@ -267,7 +268,7 @@ class _Prompt:
         kept = self._kept_everywhere(plan)
         packing = None
         if kept is not None and self._owner.packs:
-            packing = Packing.of(kept, self._owner.page_size)
+            packing = Packing.of(kept, self._owner.page_size, self._owner.windows)
             yield from self._pack(packing)
         yield from _each("summarise", self._owner.summarise(self._pages))
         return packing
