@@ -31,7 +31,8 @@ from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 
 NAMES = ("adaptive", "all below")
 _PAGE_SIZE = 16

@@ -44,7 +44,8 @@ from keyhole.eval.policy_trace import selection_map
 from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.tasks import make_task
 from keyhole.eval.workload import Answered
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -24,7 +24,8 @@ from benchmarks.results_page import head_table
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 
 CASES = (("recall", 512), ("recall", 2048), ("derive", 512), ("derive", 1024))

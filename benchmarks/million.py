@@ -55,7 +55,8 @@ from keyhole.config import EngineConfig, SamplingParams, bytes_text, parse_bytes
 from keyhole.engine.engine import Engine
 from keyhole.engine.head_runner import load_head
 from keyhole.errors import CapacityError
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.planner import MemoryPlan
 from keyhole.policies import make_policy
 from keyhole.retrieval.head import RetrievalHead

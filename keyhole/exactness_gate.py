@@ -30,7 +30,8 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
-from keyhole.models.loading import Model, adopt, load
+from keyhole.models.loading import adopt, load
+from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.models.text_part import text_part
 from keyhole.policies.controls import Full

@@ -22,7 +22,7 @@ from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
 from keyhole.exactness_gate import load_exact
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.registry import require_depth

@@ -29,7 +29,7 @@ from benchmarks import reference_pages
 from keyhole import LLM, SamplingParams, sparse
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import KeyholeError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 from keyhole.reuse import available_reuse_methods, make_reuse

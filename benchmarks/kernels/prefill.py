@@ -36,7 +36,7 @@ from keyhole.bench.model import make_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.prefill.base import PromptChunk
 from keyhole.policies.prefill.xattention import XAttention
 

@@ -27,7 +27,7 @@ from keyhole.cli import bench
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.errors import KeyholeError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.retrieval.head import RetrievalHead

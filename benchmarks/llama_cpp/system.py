@@ -18,7 +18,7 @@ from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.worker import WorkerProcess
 from keyhole.bench import measure
 from keyhole.bench.model import Need, RandomKV, Weights
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 # The cache of a sequence is a multiple of this many tokens.
 _CELLS = 256

@@ -26,7 +26,7 @@ from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead

@@ -31,7 +31,7 @@ from keyhole.bench.model import (
 )
 from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, require_systems
 from keyhole.kernels import operations
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 
 def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:

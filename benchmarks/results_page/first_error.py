@@ -18,7 +18,7 @@ from keyhole.engine.engine import Engine
 from keyhole.eval.policy_trace import Recorded, Trace, Traced
 from keyhole.eval.tasks import Task, token_counter
 from keyhole.eval.workload import request, serve
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 _END = "."

@@ -39,7 +39,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation import verifier
 from keyhole.models.fast_layers import speed_up_linear
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.draft import DraftModel

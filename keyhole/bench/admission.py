@@ -27,7 +27,7 @@ from keyhole.bench.settings import AdmissionSettings
 from keyhole.config import SamplingParams
 from keyhole.engine.sequence import Sequence
 from keyhole.llm import LLM
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 #: Untimed steps after the prompts of the others.
 _WARM_UP = 40

@@ -34,7 +34,7 @@ from keyhole.engine.head_runner import HeadRunner
 from keyhole.models import families
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.retrieval.head import RetrievalHead
 

@@ -56,7 +56,7 @@ from keyhole.cache.prefetch import Traffic
 from keyhole.config import require
 from keyhole.engine.head_runner import load_head
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full
 from keyhole.retrieval.head import RetrievalHead

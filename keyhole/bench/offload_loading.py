@@ -23,7 +23,7 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Selection
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead

@@ -43,7 +43,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig, SamplingParams, require
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead

@@ -21,7 +21,7 @@ from keyhole.models.locate import TINY
 if TYPE_CHECKING:
     from keyhole.eval.demo import Demo, DemoOutcome
     from keyhole.eval.tiny_language.tasks import Item
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
 
 _HEADS = ("task", "policy", "answer", "keys read", "step", "read per step")
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from keyhole.eval.paper.suite import PaperSuite
     from keyhole.eval.suite import Header
     from keyhole.eval.tasks import Task
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
 
 
 def run_attention(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from keyhole.registry import is_settings_file
 
 if TYPE_CHECKING:
     from keyhole.eval.methods import Method
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
 
 
 #: Name and one line of help.

@@ -181,7 +181,7 @@ def _under_policy(
     the model; loads torch.
     """
     from keyhole.engine import memory
-    from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER
+    from keyhole.models.model import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
 

@@ -24,7 +24,7 @@ from keyhole.errors import ConfigError
 from keyhole.retrieval.training.training_config import TrainingConfig
 
 if TYPE_CHECKING:
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
     from keyhole.retrieval.training.train import TrainingOutcome
     from keyhole.retrieval.training.training_config import Corpus
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from keyhole.eval.verify import RecallCell
     from keyhole.eval.weight_error import PlainRun, WeightError
     from keyhole.exactness_gate import Exactness
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
     from keyhole.retrieval.head import RetrievalHead
 
 _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "same token")

@@ -27,7 +27,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.memory import make_plan, memory_of, model_size, movable, page_data
 from keyhole.engine.scheduler import Demand
 from keyhole.errors import CapacityError, ConfigError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.planner import MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.draft import DraftModel

@@ -44,7 +44,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
 from keyhole.policies.prefill import resolved_prefill_policy

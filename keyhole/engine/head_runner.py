@@ -20,7 +20,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import HeadWeights, Policy
 from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 

@@ -14,7 +14,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import ConfigError
 from keyhole.models import checkpoint
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.config import HeadConfig

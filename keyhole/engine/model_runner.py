@@ -28,7 +28,7 @@ from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step

@@ -12,7 +12,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.memory import page_data
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.planner import MemoryModel
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy

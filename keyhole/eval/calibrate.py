@@ -40,7 +40,7 @@ from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import expanded
 from keyhole.llm import LLM
 from keyhole.models.batch import Batch
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import ScoreRequest, Selection, Step
 from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta

@@ -23,7 +23,7 @@ from keyhole.eval.methods import controls_of
 from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.llm import LLM
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full
 from keyhole.policies.delta import Delta

@@ -35,7 +35,7 @@ from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.workload import MakeEngine, Request, Served, Shown, Workload, serve
 from keyhole.kernels import ScoreRequest, Selection
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy, Step
 from keyhole.policies.controls import Full
 

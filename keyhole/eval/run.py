@@ -36,7 +36,7 @@ from keyhole.eval.methods import (
     prefill_conditions,
 )
 from keyhole.eval.workload import Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.prefill.base import PrefillPolicy
 

@@ -52,7 +52,7 @@ from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.settings import EvalSettings
 from keyhole.eval.tasks import Task
 from keyhole.eval.workload import Answered, Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 

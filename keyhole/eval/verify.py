@@ -35,7 +35,8 @@ from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
 from keyhole.models.attention import NAME
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full

@@ -17,7 +17,7 @@ from torch import Tensor
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.eval.verify import Eager, typical_error
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.controls import Full
 from keyhole.retrieval.training.training_config import Corpus
 

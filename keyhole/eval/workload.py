@@ -22,7 +22,7 @@ from keyhole.engine.sequence import Counters
 from keyhole.engine.sequence import Sequence as Running
 from keyhole.errors import ConfigError
 from keyhole.eval.tasks import Sample, Task, token_counter
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 #: Called after each step with the numbers of the unfinished requests.

@@ -28,7 +28,7 @@ from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.paged_cache import OPTIONS, PagedCache, columns, full, present, spread, unsupported
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
 

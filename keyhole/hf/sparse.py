@@ -26,7 +26,7 @@ from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
 from keyhole.models import families
 from keyhole.models.attention import NAME
-from keyhole.models.loading import CALIBRATION_FILE, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, HEAD_FOLDER, Model
 from keyhole.models.modules import own_attention
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy

@@ -43,8 +43,9 @@ from keyhole.eval.tasks import Task, answered, parse
 from keyhole.eval.workload import Answered
 from keyhole.integrations.presses import Press, make_press, presses
 from keyhole.models import families
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
 from keyhole.models.locate import TINY, is_tiny
+from keyhole.models.model import Model
 from keyhole.registry import Spec
 
 # Positions are passed to every forward pass: the cache of a compressed prompt is shorter than the

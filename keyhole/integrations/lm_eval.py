@@ -41,7 +41,8 @@ from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError, KeyholeError, ModelError, RequestError, UnknownNameError
 from keyhole.llm import LLM
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 
 try:

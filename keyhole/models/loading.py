@@ -8,12 +8,11 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,7 +24,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_peft_available
 
-from keyhole.cache.layout import Geometry
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -34,8 +32,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.models import checkpoint, families
-from keyhole.models.attention import NAME, PassThrough
-from keyhole.models.batch import Batch, LastLayer
+from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.locate import (
     TINY,
@@ -45,6 +42,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
+from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import own_attention, recurrent_layers, sequence_rope
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged
@@ -58,13 +56,6 @@ from keyhole.models.weights.stored import (
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
-#: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
-CALIBRATION_FILE = "keyhole-delta.json"
-#: SpeContext uses a folder of `keyhole train-head` with this name there.
-HEAD_FOLDER = "keyhole-head"
-#: The folder of its EAGLE-3 draft, a whole one that proposes tokens.
-DRAFT_FOLDER = "keyhole-draft"
-
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
 
@@ -74,112 +65,6 @@ _DTYPES: dict[Any, Any] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-@dataclass
-class Model:
-    """A loaded model, its tokenizer (None if it has none) and the facts in its files.
-
-    defaults: the generation_config as a dictionary. max_length: the longest sequence.
-    length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
-    RoPE change; None: they never do. calibration, head, stability: files beside the weights
-    for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
-    they were packed in while loading.
-    """
-
-    name: str
-    network: Any
-    tokenizer: Any
-    device: torch.device
-    dtype: torch.dtype
-    max_length: int
-    length_reason: str
-    eos_token_ids: frozenset[int]
-    defaults: dict[str, Any]
-    calibration: Path | None = None
-    head: Path | None = None
-    stability: Path | None = None
-    draft: Path | None = None
-    rope: families.RopeLengths | None = None
-    weights: str | None = None
-    watched: dict[int, Any] = field(default_factory=dict)
-
-    def geometry(self, page_size: int) -> Geometry:
-        """The model's shape for a cache of this page size."""
-        config = self.network.config
-        layers = families.layouts(config)
-        for layer in layers:
-            if layer.chunked and layer.window is not None and layer.window % page_size:
-                raise ConfigError(
-                    f"page_size {page_size} must divide {layer.window}, the size of this model's "
-                    "attention chunks"
-                )
-        return Geometry(
-            layers=layers,
-            num_query_heads=int(config.num_attention_heads),
-            page_size=page_size,
-            itemsize=self.dtype.itemsize,
-            calibration=self.calibration,
-            stability=self.stability,
-            in_model=families.attention_layers(config) if self.is_hybrid else None,
-        )
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether some layers keep a recurrent state of a sequence."""
-        return bool(families.recurrent_layers(self.network.config))
-
-    @functools.cached_property  # read at every token of a prompt
-    def vocab_size(self) -> int:
-        """Entries of the logits."""
-        return int(self.network.config.vocab_size)
-
-    def watch(self, layers: tuple[int, ...]) -> None:
-        """Makes every forward pass store the inputs of these layers in its batch."""
-        base = self.network.base_model
-        blocks = base.layers if hasattr(base, "layers") else base.h
-        for layer in set(layers) - self.watched.keys():
-            if not 0 <= layer < len(blocks):
-                raise ConfigError(f"feature layer {layer} must be from 0 to {len(blocks) - 1}")
-            hook = functools.partial(_keep_input, layer)
-            handle = blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
-            self.watched[layer] = handle
-
-    def unwatch(self) -> None:
-        """Ends what `watch` began."""
-        for handle in self.watched.values():
-            handle.remove()
-        self.watched.clear()
-
-    @torch.no_grad()
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-        """Logits [len(rows), vocabulary] of a packed row.
-
-        token_ids, positions: int64 [T]; rows: int64, the rows whose logits are returned. A batch
-        that ends at `last_layer` returns none.
-        """
-        try:
-            with sequence_rope.using(batch.rope):
-                out = self.network(
-                    input_ids=token_ids[None],
-                    position_ids=positions[None],
-                    past_key_values=PassThrough(batch, positions),
-                    use_cache=False,
-                    logits_to_keep=rows,
-                    keyhole=batch,
-                )
-        except LastLayer:
-            return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
-        logits: Tensor = out.logits[0]
-        return logits
-
-
-def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Stores a decoder layer's input in the batch."""
-    batch = named.get("keyhole")
-    if batch is not None:  # the network may also run without Keyhole
-        hidden = given[0] if given else named["hidden_states"]
-        batch.hidden[layer] = hidden[0]
 
 
 def load(

@@ -26,7 +26,7 @@ from keyhole import kernels
 from keyhole.cache.recurrent_state import LayerState
 from keyhole.errors import ConfigError
 from keyhole.models import families
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 
 # Tokens by which the keys of a small model are shifted to see whether that works.

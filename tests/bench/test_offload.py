@@ -31,7 +31,8 @@ from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.resident_buffer import Resident
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.kernels import Selection
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.retrieval.head import RetrievalHead
 
 

@@ -12,7 +12,8 @@ import torch
 
 from keyhole import kernels
 from keyhole.eval import verify, weight_error
-from keyhole.models.loading import HEAD_FOLDER, load
+from keyhole.models.loading import load
+from keyhole.models.model import HEAD_FOLDER
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model
 from tests.cli.conftest import Run

@@ -15,7 +15,7 @@ from keyhole.engine import engine as core
 from keyhole.engine.cuda_graph_runner import CudaGraphRunner
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from tests.checkpoints import make_model
 from tests.engine.run_again import RunAgain

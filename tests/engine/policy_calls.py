@@ -18,7 +18,7 @@ from keyhole import (
 from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from tests.checkpoints import make_model
 from tests.policies.models import VOCAB, prompt, with_head

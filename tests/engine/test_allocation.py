@@ -22,7 +22,7 @@ from keyhole import (
     TidalDecode,
 )
 from keyhole.engine.engine import Engine
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
 from tests.policies.models import prompt, with_head

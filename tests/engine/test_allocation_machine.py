@@ -20,7 +20,8 @@ from hypothesis.stateful import initialize, rule
 from keyhole import LLM, StreamingLLM
 from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.engine.engine import Engine
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.engine.requests_machine import RequestsMachine
 from tests.engine.test_allocation import buffer_bytes

@@ -16,7 +16,8 @@ import keyhole
 from keyhole import LLM, Delta, Full, Policy, Quest, RaaS, SamplingParams, ShadowKV, SpeContext
 from keyhole.engine.cuda_graph_runner import GraphBuffers, batch_bucket, width_bucket
 from keyhole.kernels import cpu
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.engine.pair import (
     AGAIN,

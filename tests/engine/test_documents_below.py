@@ -14,7 +14,7 @@ from keyhole import LLM, Delta, Quest, SpeContext
 from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.sequence import Sequence
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model

@@ -21,7 +21,7 @@ from keyhole import LLM, SpeContext
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import ConfigError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse import make_reuse

@@ -18,7 +18,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.cache.layout import Geometry
 from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 from keyhole.models import families
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from tests.checkpoints import make_model
 from tests.combinations import COUNT, DOCUMENTS, LARGE, PLAIN, REQUESTS, SMALL, Cell, Lab

@@ -15,7 +15,8 @@ from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.engine.memory import model_size
 from keyhole.models import checkpoint
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from tests.checkpoints import KINDS, make_model
 from tests.engine.test_allocation import buffer_bytes

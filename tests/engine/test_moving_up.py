@@ -18,7 +18,7 @@ from keyhole.cache.tiers import PinnedTier
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
 from tests.checkpoints import make_model
 from tests.engine.test_allocation import buffer_bytes

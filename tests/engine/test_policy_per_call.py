@@ -33,7 +33,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.registry import SettingsFile
 from tests.engine.policy_calls import (
     BUDGET,

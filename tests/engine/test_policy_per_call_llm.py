@@ -24,7 +24,7 @@ from keyhole import (
 )
 from keyhole.engine import engine as core
 from keyhole.errors import UnknownNameError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.engine.policy_calls import (
     BUDGET,

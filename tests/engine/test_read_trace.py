@@ -22,7 +22,8 @@ from keyhole import (
 )
 from keyhole.engine import read_trace
 from keyhole.eval.policy_trace import Traced
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
 

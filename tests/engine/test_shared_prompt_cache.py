@@ -14,7 +14,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead

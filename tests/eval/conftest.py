@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 

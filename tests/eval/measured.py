@@ -13,7 +13,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
 from keyhole.eval.policy_trace import Recorded, Traced, selection_map
 from keyhole.eval.tasks import make_task, token_counter
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.tokenization import Prompt

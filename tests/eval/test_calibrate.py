@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import Measurement, Role, calibrate, measured
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 PAGE, BUDGET, RECENT, NEW = 4, 16, 1, 9

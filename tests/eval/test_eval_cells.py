@@ -15,7 +15,7 @@ from keyhole.eval.methods import FULL, GIVEN, Budget, Equal, Method, Published, 
 from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.suite import HELD_OUT, sibling, tune
 from keyhole.eval.workload import MakeEngine, Shown, Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 EQUAL = Equal(sinks=0, window=16)

@@ -10,7 +10,7 @@ import pytest
 
 from keyhole.eval.methods import CONTROL_NAMES, controls_of
 from keyhole.eval.policy_trace import Trace, Traced
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model

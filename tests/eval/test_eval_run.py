@@ -19,7 +19,7 @@ from keyhole.eval.methods import Budget, Method, under_budgets
 from keyhole.eval.policy_trace import SelectionMap, mapped_layers
 from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.workload import MakeEngine, Request, Shown, Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 WINDOW = Method(label="sliding_window", name="sliding_window")

@@ -12,7 +12,8 @@ from benchmarks.results_page import first_error
 from keyhole import LLM, Full, SamplingParams, StreamingLLM
 from keyhole.eval.policy_trace import Read, Trace, TracedStep
 from keyhole.eval.tasks import make_task, token_counter
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 
 LENGTH, SINKS, BUDGET = 256, 4, 64
 

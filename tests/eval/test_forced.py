@@ -16,7 +16,8 @@ from keyhole.errors import ConfigError
 from keyhole.eval.forced_text import CONTINUATION, Perplexity, WindowedText, forced
 from keyhole.eval.run import model_digest
 from keyhole.eval.workload import MakeEngine
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import BOS, make_config, make_model, make_network
 
 CONFIG = EngineConfig(max_batch=3, page_size=4, prefill_chunk=50, prefix_cache=False)

@@ -14,7 +14,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import measured
 from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.report.layer_charts import _binned, page_map, recall_chart
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 PROMPT: Any = {"prompt_token_ids": [3 + 29 * i % 251 for i in range(50)]}
 

@@ -18,7 +18,7 @@ from keyhole.eval.policy_trace import (
     TracedStep,
     selection_map,
 )
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from tests.eval.measured import record
 
 TOKENS, STEPS = 61, 11

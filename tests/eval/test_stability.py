@@ -17,7 +17,8 @@ from keyhole import LLM, SamKV
 from keyhole.errors import ConfigError
 from keyhole.eval.calibrate import DOCUMENT_BLOCKS, cut, measure
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.reuse.sam_kv import STABILITY_FILE, Stability
 from tests.checkpoints import make_model
 

@@ -21,7 +21,7 @@ from keyhole import (
     StreamingLLM,
 )
 from keyhole.eval.policy_trace import Trace, Traced
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 PAGE = 4

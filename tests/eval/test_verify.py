@@ -13,7 +13,8 @@ from keyhole.errors import ConfigError
 from keyhole.eval import verify as eval_verify
 from keyhole.eval.verify import verify
 from keyhole.models.attention import NAME
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy, Selection, Step
 from keyhole.policies.controls import Full

@@ -13,7 +13,8 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
 from keyhole.eval.tasks import Sample, make_task, tasks
 from keyhole.eval.workload import Answered, request, serve
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_tokenizer
 

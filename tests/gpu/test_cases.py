@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.gpu import test_device, test_graphs
 from tests.policies.recording import forced_logits, make_engine
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole import LLM, SamplingParams
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model

@@ -16,7 +16,8 @@ import keyhole
 from keyhole import LLM, Delta, Full, Policy, SamplingParams, SpeContext
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from tests.gpu.test_device import checkpoint
 from tests.policies.recording import PAGE, make_engine

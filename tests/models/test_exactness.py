@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from keyhole import LLM, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import KINDS, make_model
 
 TOLERANCE = 1e-4

@@ -20,7 +20,8 @@ from keyhole.errors import ConfigError
 from keyhole.kernels.reference import rope
 from keyhole.models import attention
 from keyhole.models.attention import PassThrough
-from keyhole.models.loading import Model, adopt, load
+from keyhole.models.loading import adopt, load
+from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model

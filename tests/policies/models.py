@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from keyhole.models.loading import HEAD_FOLDER, Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import HEAD_FOLDER, Model
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
 

@@ -15,7 +15,7 @@ from keyhole import LLM, Policy, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.eval.policy_trace import PolicyProxy
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Selection, Step
 from tests.oracle import Choose, KeysOf, SparseModel, Watch
 from tests.policies.models import prompt

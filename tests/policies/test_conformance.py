@@ -18,7 +18,7 @@ from torch import Tensor
 import keyhole
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model

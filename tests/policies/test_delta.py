@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keyhole import LLM, ConfigError, Delta
-from keyhole.models.loading import CALIBRATION_FILE
+from keyhole.models.model import CALIBRATION_FILE
 from keyhole.policies.delta import default_delta_layers
 from keyhole.policies.selection_layers import Calibration
 from tests.checkpoints import make_model

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keyhole import LLM, ConfigError, SpeContext
 from keyhole.errors import ModelError
-from keyhole.models.loading import HEAD_FOLDER, Model
+from keyhole.models.model import HEAD_FOLDER, Model
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
 from tests.oracle import Array, Choice, SparseModel, best, enough, float64

@@ -29,7 +29,7 @@ from keyhole.reuse import reuse_names
 
 if TYPE_CHECKING:
     from keyhole.llm import LLM
-    from keyhole.models.loading import Model
+    from keyhole.models.model import Model
 
 _METAVARS = {
     "int": "N",

@@ -23,7 +23,7 @@ from keyhole.engine.documents.loader import HeadEncoding
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.controls import Full
 from keyhole.reuse.block_scores import extreme_keys
 from keyhole.reuse.block_statistics import BlockMeans, ReceivedAttention, block_means

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.retrieval.head import RetrievalHead
 
 # Numbers of each parameter that go into the digest: all weights of an 8B model would take a minute,

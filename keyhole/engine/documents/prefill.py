@@ -44,7 +44,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan

@@ -35,7 +35,7 @@ from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.fast_layers import speed_up_linear
-from keyhole.models.loading import DRAFT_FOLDER, Model
+from keyhole.models.model import DRAFT_FOLDER, Model
 from keyhole.policies.base import ChoiceBlocks, HeadWeights
 from keyhole.retrieval.draft import DraftModel
 

@@ -30,7 +30,7 @@ from keyhole.eval.forced_text import SampleRows
 from keyhole.eval.workload import Request, serve
 from keyhole.models import attention
 from keyhole.models.batch import Batch
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
 from keyhole.retrieval.head import RetrievalHead
 

@@ -42,7 +42,7 @@ from keyhole.eval.run import model_digest, require_length
 from keyhole.eval.settings import TWIN_TEXTS
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 

@@ -25,7 +25,7 @@ from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.tasks import TINY, Sample, Task, token_counter
 from keyhole.eval.tasks.base import exact_match, token_f1
 from keyhole.llm import LLM
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.reuse import available_reuse_methods, make_reuse
 
 #: The word that ends an answer of the bundled model.

@@ -38,7 +38,7 @@ from keyhole.eval.suite import Header
 from keyhole.eval.tasks import CountTokens, Sample, Task, token_counter
 from keyhole.eval.verify import verify
 from keyhole.eval.workload import Request, Workload
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from keyhole.policies.controls import Full
 

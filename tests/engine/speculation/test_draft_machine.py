@@ -20,7 +20,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from keyhole import LLM, Quest, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.models.loading import DRAFT_FOLDER, Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import DRAFT_FOLDER, Model
 from tests.checkpoints import make_model
 from tests.engine.requests_machine import GREEDY, RequestsMachine
 from tests.engine.speculation.drafts import COUNT, Erring, replaying, under_draft

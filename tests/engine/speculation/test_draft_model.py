@@ -17,7 +17,8 @@ from torch import Tensor
 from keyhole import LLM, ConfigError, Delta, Full, ModelError, Policy, Quest, SpeContext
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
-from keyhole.models.loading import DRAFT_FOLDER, Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import DRAFT_FOLDER, Model
 from keyhole.retrieval.draft import DraftModel
 from tests.checkpoints import make_config, make_model, make_network
 from tests.engine.speculation.drafts import replaying

@@ -29,7 +29,7 @@ from keyhole.engine.decode_inputs import DecodeInputs
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Result, Sequence
 from keyhole.eval.policy_trace import Traced
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.engine.pair import SMALL, Pair, model, models, small, zeros
 from tests.engine.speculation.drafts import COUNT, Erring, knowing, rows_of_steps, under_draft

@@ -17,7 +17,8 @@ from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep, run
 from keyhole.eval.workload import Request
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_config, make_model, make_network

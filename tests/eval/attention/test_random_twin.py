@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from keyhole.eval.attention.suite import random_twin
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 

@@ -15,7 +15,7 @@ from keyhole.eval.attention.suite import METHOD, AttentionGrid, AttentionSuite
 from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.methods import Budget, Method
 from keyhole.eval.methods import under_budgets as budgeted
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.policies.models import VOCAB, prompt, with_head
 

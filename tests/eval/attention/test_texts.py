@@ -8,7 +8,8 @@ import pytest
 
 from keyhole.errors import ConfigError
 from keyhole.eval.forced_text import LIBRARY, Texts, library
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 

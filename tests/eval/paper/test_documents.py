@@ -12,7 +12,8 @@ from keyhole.errors import CapacityError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.paper.documents import NO_DOCUMENTS, DocumentEvaluation, DocumentGrid
 from keyhole.eval.tasks import make_task
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 TASK = make_task("multi_document_1", {"num_documents": 2})

@@ -8,7 +8,7 @@ from keyhole.eval.paper import suite
 from keyhole.eval.paper.suite import Answers, LinearTime, PartEstimate, Speed, probe
 from keyhole.eval.tasks import make_task
 from keyhole.eval.workload import Request
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 SPEED = Speed(
     chunk_tokens=100,

@@ -11,7 +11,7 @@ from keyhole.eval.line_file import LineFile
 from keyhole.eval.paper import suite
 from keyhole.eval.paper.suite import gate, why_not_evaluated
 from keyhole.eval.verify import Check
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 
 
 def header(commit: str = "abc") -> dict[str, Any]:

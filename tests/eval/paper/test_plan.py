@@ -13,7 +13,8 @@ from keyhole.eval.methods import FULL
 from keyhole.eval.paper import suite
 from keyhole.eval.suite import make_workloads
 from keyhole.eval.tasks import make_task
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from tests.checkpoints import make_model
 

@@ -20,7 +20,7 @@ from keyhole.eval.paper.documents import NO_DOCUMENTS
 from keyhole.eval.paper.report import recommended
 from keyhole.eval.paper.suite import PaperOutcome
 from keyhole.eval.paper.verdicts import policy_verdicts, reuse_results
-from keyhole.models.loading import Model
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.registry import SettingsFile
 from keyhole.reuse import make_reuse

@@ -15,7 +15,8 @@ from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, UnknownNameError
-from keyhole.models.loading import Model, load
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.prefill import (
     available_prefill_controls,

@@ -1,0 +1,131 @@
+"""`Model`: a transformers model in the form the engine needs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.cache.layout import Geometry
+from keyhole.errors import ConfigError
+from keyhole.models import families
+from keyhole.models.attention import PassThrough
+from keyhole.models.batch import Batch, LastLayer
+from keyhole.models.modules import sequence_rope
+
+#: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
+CALIBRATION_FILE = "keyhole-delta.json"
+#: SpeContext uses a folder of `keyhole train-head` with this name there.
+HEAD_FOLDER = "keyhole-head"
+#: The folder of its EAGLE-3 draft, a whole one that proposes tokens.
+DRAFT_FOLDER = "keyhole-draft"
+
+
+@dataclass
+class Model:
+    """A loaded model, its tokenizer (None if it has none) and the facts in its files.
+
+    defaults: the generation_config as a dictionary. max_length: the longest sequence.
+    length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
+    RoPE change; None: they never do. calibration, head, stability: files beside the weights
+    for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
+    they were packed in while loading.
+    """
+
+    name: str
+    network: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
+    length_reason: str
+    eos_token_ids: frozenset[int]
+    defaults: dict[str, Any]
+    calibration: Path | None = None
+    head: Path | None = None
+    stability: Path | None = None
+    draft: Path | None = None
+    rope: families.RopeLengths | None = None
+    weights: str | None = None
+    watched: dict[int, Any] = field(default_factory=dict)
+
+    def geometry(self, page_size: int) -> Geometry:
+        """The model's shape for a cache of this page size."""
+        config = self.network.config
+        layers = families.layouts(config)
+        for layer in layers:
+            if layer.chunked and layer.window is not None and layer.window % page_size:
+                raise ConfigError(
+                    f"page_size {page_size} must divide {layer.window}, the size of this model's "
+                    "attention chunks"
+                )
+        return Geometry(
+            layers=layers,
+            num_query_heads=int(config.num_attention_heads),
+            page_size=page_size,
+            itemsize=self.dtype.itemsize,
+            calibration=self.calibration,
+            stability=self.stability,
+            in_model=families.attention_layers(config) if self.is_hybrid else None,
+        )
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a recurrent state of a sequence."""
+        return bool(families.recurrent_layers(self.network.config))
+
+    @functools.cached_property  # read at every token of a prompt
+    def vocab_size(self) -> int:
+        """Entries of the logits."""
+        return int(self.network.config.vocab_size)
+
+    def watch(self, layers: tuple[int, ...]) -> None:
+        """Makes every forward pass store the inputs of these layers in its batch."""
+        base = self.network.base_model
+        blocks = base.layers if hasattr(base, "layers") else base.h
+        for layer in set(layers) - self.watched.keys():
+            if not 0 <= layer < len(blocks):
+                raise ConfigError(f"feature layer {layer} must be from 0 to {len(blocks) - 1}")
+            hook = functools.partial(_keep_input, layer)
+            handle = blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            self.watched[layer] = handle
+
+    def unwatch(self) -> None:
+        """Ends what `watch` began."""
+        for handle in self.watched.values():
+            handle.remove()
+        self.watched.clear()
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+        """Logits [len(rows), vocabulary] of a packed row.
+
+        token_ids, positions: int64 [T]; rows: int64, the rows whose logits are returned. A batch
+        that ends at `last_layer` returns none.
+        """
+        try:
+            with sequence_rope.using(batch.rope):
+                out = self.network(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    past_key_values=PassThrough(batch, positions),
+                    use_cache=False,
+                    logits_to_keep=rows,
+                    keyhole=batch,
+                )
+        except LastLayer:
+            return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Stores a decoder layer's input in the batch."""
+    batch = named.get("keyhole")
+    if batch is not None:  # the network may also run without Keyhole
+        hidden = given[0] if given else named["hidden_states"]
+        batch.hidden[layer] = hidden[0]
