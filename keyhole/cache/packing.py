@@ -17,12 +17,13 @@ the window is longer than what these keep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from keyhole.cache.layout import Geometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,25 +38,20 @@ class Packing:
     positions: Tensor
 
     @classmethod
-    def of(
-        cls, kept: Tensor, page_size: int, windows: Sequence[int | None] | None = None
-    ) -> Packing:
-        """For layers that keep the tokens bool [L, C], on the CPU.
-
-        windows: of each layer, in tokens; None: full attention.
-        """
+    def of(cls, kept: Tensor, geometry: Geometry) -> Packing:
+        """For layers that keep the tokens bool [L, C], on the CPU."""
         places = torch.zeros_like(kept)
         positions = torch.full(kept.shape, -1, dtype=torch.int64)
         length = kept.shape[1]
         for layer, row in enumerate(kept):
             tokens = row.nonzero()[:, 0]
-            window = None if windows is None else windows[layer]
+            window = geometry.layers[layer].window
             if window is not None:
                 tokens = tokens[tokens > length - window]
                 places[layer, tokens] = True
                 positions[layer, tokens] = tokens
                 continue
-            first = min(len(tokens), page_size)
+            first = min(len(tokens), geometry.page_size)
             places[layer, :first] = True
             places[layer, length - (len(tokens) - first) :] = True
             positions[layer, places[layer]] = tokens
