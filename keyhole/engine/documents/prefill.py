@@ -23,6 +23,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache.kept_tokens import PageList
+from keyhole.cache.layout import Geometry
 from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
@@ -119,9 +120,9 @@ class DocumentPrefill:
         return Filling(pages, prompt.fill())
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self._cache.page_size
+    def geometry(self) -> Geometry:
+        """The shape of the cache."""
+        return self._cache.geometry
 
     def send(self, array: np.ndarray) -> Tensor:
         """Copies an array to the model's device."""
@@ -170,12 +171,8 @@ class DocumentPrefill:
 
     @property
     def packs(self) -> bool:
-        """Whether layers may store different tokens in one page.
-
-        Sliding windows of the model look at positions, which places are not.
-        """
-        allows = self._policy.selects_per_layer or self._policy.shares_by_scores
-        return allows and all(layer.window is None for layer in self._cache.geometry.layers)
+        """Whether layers may store different tokens in one page."""
+        return self._policy.selects_per_layer or self._policy.shares_by_scores
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
         """Copies the tokens of each layer where `packing` has them, one layer per iteration.
@@ -268,7 +265,7 @@ class _Prompt:
         kept = self._kept_everywhere(plan)
         packing = None
         if kept is not None and self._owner.packs:
-            packing = Packing.of(kept, self._owner.page_size)
+            packing = Packing.of(kept, self._owner.geometry)
             yield from self._pack(packing)
         yield from _each("summarise", self._owner.summarise(self._pages))
         return packing
@@ -279,7 +276,7 @@ class _Prompt:
         before = self._owner.send(self._pages.table())
         places = np.append(np.flatnonzero(packing.kept.any(0).numpy()), self._context.end - 1)
         if not self._pages.move(places):
-            self._owner.evict(len(places) // self._owner.page_size + 1)
+            self._owner.evict(len(places) // self._owner.geometry.page_size + 1)
             if not self._pages.move(places):
                 raise OutOfPages
         yield from _each("pack", self._owner.move(before, self._pages, packing))
@@ -320,7 +317,7 @@ class _Prompt:
 
     def _held(self) -> int:
         """The slots of a layer in the pages before the question, less prefix and separators."""
-        size, end = self._owner.page_size, self._context.end
+        size, end = self._owner.geometry.page_size, self._context.end
         return len(self._pages.present()) * size - -end % size - len(self._loose)
 
     def _checked(self, plan: RecomputePlan) -> RecomputePlan:
@@ -336,7 +333,7 @@ class _Prompt:
             yield "forward"
             part = np.arange(end, end + owner.size(self._context.num_prefix - end))
             end += len(part)
-            pages = table[: -(-end // owner.page_size)]
+            pages = table[: -(-end // owner.geometry.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
             batch = owner.batch(self._pages.slots(part), chunk, self._context)
             owner.forward(self._tokens[part], part, batch)
