@@ -11,7 +11,8 @@ loading. Layers are offloaded to files as the cache grows, when the plan says so
 Each shape and length runs in a process of its own, which first lowers its RLIMIT_DATA to its
 present use plus `total_memory` and 5 % (at least 32 MiB). The system then refuses it more private
 memory; mapped files, such as offloaded layers, do not count. The process must finish under this
-limit, and its peak of private memory is compared with the plan.
+limit. Its peak of private memory is compared with the most that the plan has on the way: just
+before a layer is offloaded, memory is full.
 
 Steps are timed over whole periods of `refresh_every`, and the mean counts, so that the steps that
 select are in it. One line for each shape, length and policy is added to
@@ -56,6 +57,7 @@ from keyhole.engine.head_runner import load_head
 from keyhole.errors import CapacityError
 from keyhole.models.loading import load
 from keyhole.models.model import Model
+from keyhole.planner import MemoryPlan
 from keyhole.policies import make_policy
 from keyhole.retrieval.head import RetrievalHead
 
@@ -66,7 +68,7 @@ TOTAL_MEMORY = {BUNDLED: 640 << 20, "llama-3.2-1b": 8 << 30}
 #: The share by which the limit exceeds the plan, and by which the peak may.
 TOLERANCE = 0.05
 _LENGTHS = (8192, 65536, 262144, 1048576)
-_SYSTEMS = "delta,spe_context:refresh_every=8"
+_SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
@@ -105,8 +107,9 @@ class MillionSettings:
 
     @property
     def steps(self) -> int:
-        """Timed steps: at least `repeat`, in whole periods."""
-        return -(-self.repeat // self.period) * self.period
+        """Timed steps: at least `repeat`, and two periods or one that is a single step."""
+        least = max(self.repeat, 2 * self.period if self.period > 1 else 1)
+        return -(-least // self.period) * self.period
 
 
 def main() -> int:
@@ -308,13 +311,19 @@ def measure_case(
             "offloaded_layers": moved,
             "resident_bytes": int(used * engine.cache.resident_bytes),
             "offloaded_bytes": int(used * engine.cache.offloaded_bytes),
-            "plan_bytes": plan.model.bytes(length, moved),
+            "plan_bytes": largest_planned(plan, length),
             "plan_terms": plan.model.terms(plan.model.pages(length), moved),
             "fill_s": round(filled - begin, 1),
         }
         engine.abort(sequence)
         offloader.prefetcher.close()
     return result | {"peak_bytes": peak.anonymous - anonymous, "peak_data_bytes": peak.data}
+
+
+def largest_planned(plan: MemoryPlan, length: int) -> int:
+    """The most planned bytes of a sequence that grows to `length` tokens."""
+    lengths = {min(threshold, length) for threshold in plan.thresholds if threshold} | {length}
+    return max(plan.model.bytes(n, plan.offloaded(n)) for n in lengths)
 
 
 def _config(settings: MillionSettings, folder: str) -> EngineConfig:

@@ -44,13 +44,13 @@ def section(lines: Sequence[Line]) -> list[str]:
         "memory and 5 % (at least 32 MiB), and finished. The step is a mean over whole periods of\n"
         "`refresh_every`. *Already there*: selected tokens that were in the buffers of offloaded\n"
         "layers. *Peak by plan*: the largest private memory of the process, less that of the\n"
-        "program, divided by what `keyhole plan` predicts:",
+        "program, divided by the most that the plan has while a sequence grows to this length:",
         tables.written(_HEADS, [_cells(line, found) for line in found]),
         *_targets(found),
         "The plan counts weights, keys, values, side data, buffers and a step's activations. It\n"
         "does not count what a sequence takes beside them: token ids, entries of the prefix cache\n"
-        "and attention scores, about 100 to 150 bytes a token. Of the bundled model's 0.9 KiB a\n"
-        "token that is a sixth, of a model with a billion parameters less than a hundredth.",
+        "and attention scores, 100 to 250 bytes a token, beside 0.9 KiB of keys and values of the\n"
+        "bundled model and 17 KiB of the 1B shape.",
         _about(found),
     ]
 

@@ -9,6 +9,10 @@ SamKV, nothing is held that no layer reads, except in the first and last page.
 A *place* is where a layer stores a token: a position of the page list. The first page of kept
 tokens stays at the beginning, and the others end where the question begins, in order: attention
 sinks and recent tokens, as policies know them, are the first and last kept ones.
+
+A layer with a sliding window of the model's own compares positions. Its tokens stay where they are,
+and those that no later token sees are dropped: pages that other layers do not need are held only if
+the window is longer than what these keep.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from keyhole.cache.layout import Geometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +38,20 @@ class Packing:
     positions: Tensor
 
     @classmethod
-    def of(cls, kept: Tensor, page_size: int) -> Packing:
+    def of(cls, kept: Tensor, geometry: Geometry) -> Packing:
         """For layers that keep the tokens bool [L, C], on the CPU."""
         places = torch.zeros_like(kept)
         positions = torch.full(kept.shape, -1, dtype=torch.int64)
         length = kept.shape[1]
         for layer, row in enumerate(kept):
             tokens = row.nonzero()[:, 0]
-            first = min(len(tokens), page_size)
+            window = geometry.layers[layer].window
+            if window is not None:
+                tokens = tokens[tokens > length - window]
+                places[layer, tokens] = True
+                positions[layer, tokens] = tokens
+                continue
+            first = min(len(tokens), geometry.page_size)
             places[layer, :first] = True
             places[layer, length - (len(tokens) - first) :] = True
             positions[layer, places[layer]] = tokens

@@ -107,6 +107,8 @@ def test_layers_that_share_a_selection_read_its_tokens_at_their_own_places(
     batch: list[tuple[Tensor | None, int]], order: list[int], packs: bool, data: st.DataObject
 ) -> None:
     """What one layer selects among its places are the same tokens in all others that have them."""
+    geometry = make_cache(*[PLAIN] * LAYERS).geometry
+    assert geometry.page_size == PAGE
     table = KeptTokenTable(LAYERS, 8, torch.device("cpu"), shares=True)
     table.set(order[0], torch.zeros(LAYERS, 30, dtype=torch.bool))  # stood there before
     table.clear(order[0])
@@ -118,7 +120,7 @@ def test_layers_that_share_a_selection_read_its_tokens_at_their_own_places(
         if kept is None:
             positions.append([after] * LAYERS)
             continue
-        packing = Packing.of(kept, PAGE) if packs else None
+        packing = Packing.of(kept, geometry) if packs else None
         table.set(slot, kept if packing is None else packing.kept, packing)
         there = []
         for layer in range(LAYERS):

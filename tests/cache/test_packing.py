@@ -21,9 +21,18 @@ def kept_tokens(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(rows[:3])
 
 
+def shape(page_size: int, *windows: int | None) -> Geometry:
+    """Three layers with full attention, or with these windows."""
+    layers = tuple(
+        LayerLayout(num_kv_heads=1, key_dim=2, value_dim=2, window=window)
+        for window in windows or (None, None, None)
+    )
+    return Geometry(layers=layers, num_query_heads=1, page_size=page_size, itemsize=4)
+
+
 @given(kept_tokens(), st.sampled_from([1, 4, 16]))
 def test_a_token_has_one_place_and_a_place_one_token(kept: torch.Tensor, size: int) -> None:
-    packing = Packing.of(kept, size)
+    packing = Packing.of(kept, shape(size))
     for layer, row in enumerate(kept):
         tokens = row.nonzero()[:, 0].tolist()
         places = packing.kept[layer].nonzero()[:, 0].tolist()
@@ -36,9 +45,22 @@ def test_a_token_has_one_place_and_a_place_one_token(kept: torch.Tensor, size: i
         assert (found.tolist(), at.tolist()) == (tokens, places)
 
 
+@given(kept_tokens(), st.integers(1, 80))
+def test_what_a_window_still_sees_stays_at_its_positions(kept: torch.Tensor, window: int) -> None:
+    packing, end = Packing.of(kept, shape(4, None, window, None)), kept.shape[1]
+    plain = Packing.of(kept, shape(4))
+    for layer in (0, 2):
+        assert torch.equal(packing.positions[layer], plain.positions[layer])
+    # The next token sees itself and `window` - 1 tokens before it.
+    seen = [t for t in range(max(0, end - window + 1), end) if kept[1, t]]
+    assert packing.kept[1].nonzero()[:, 0].tolist() == seen
+    positions, places = packing.moves(1)
+    assert positions.tolist() == places.tolist() == seen
+
+
 @given(kept_tokens())
 def test_marks_by_place_become_marks_by_position(kept: torch.Tensor) -> None:
-    packing, end = Packing.of(kept, 4), kept.shape[1]
+    packing, end = Packing.of(kept, shape(4)), kept.shape[1]
     for layer in range(len(kept)):
         positions, places = packing.moves(layer)
         marks = np.zeros((2, end + 3), bool)

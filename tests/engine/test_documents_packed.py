@@ -206,6 +206,45 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
             assert_near(torch.stack(sequence.logits), torch.stack(alone.logits))
 
 
+@pytest.mark.parametrize("policy", [None, "delta", "quest"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen2_sliding", "mistral_sliding"])
+def test_sliding_windows_see_the_same_tokens_packed(
+    kind: str, policy: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window is shorter than what layers with full attention keep, so these alone need pages."""
+    if policy == "delta":
+        settings = {"token_budget": 4096}
+    else:
+        settings = {"token_budget": 64} if policy == "quest" else {}
+    if policy and kind == "mistral_sliding":
+        pytest.skip("no layer has full attention, so a policy has nothing to select")
+    path = make_model(kind, folder / f"{kind} {policy}", **WIDE)
+    made = None if policy is None else make_policy(policy, settings)
+    store = folder / f"{kind} {policy}" / "store"
+    llm = LLM(path, device="cpu", page_size=4, policy=made, documents=store)
+    for name, ids in TEXTS.items():
+        llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
+    layers = llm.engine.geometry.num_layers
+    with ExitStack() as stack:
+        sequence = begin(llm, stack, _masks(layers, seed=1), trace=True)
+        assert sequence.reused is not None
+        full = sequence.reused.kept[list(llm.engine.geometry.full_attention)]
+        most = max([8, *full.sum(1).tolist()]) + 8 * 4
+        assert sequence.reused.held_ratio <= most / (len(NAMES) * LENGTH)
+        packed = finish(llm, sequence)
+        monkeypatch.setattr(DocumentPrefill, "packs", False)
+        other = begin(llm, stack, _masks(layers, seed=1), trace=True)
+        if policy == "quest":  # its pages have other tokens
+            finish(llm, other)
+            return
+        assert_near(packed, finish(llm, other))
+    assert sequence.reads is not None
+    assert other.reads is not None
+    for ours, theirs in zip(sequence.reads, other.reads, strict=True):
+        for layer in range(layers):
+            np.testing.assert_array_equal(ours.shares(layer), theirs.shares(layer))
+
+
 def _masks(layers: int, seed: int) -> Masks:
     """Layers keep different numbers of tokens, and compute some of them again."""
     random = torch.Generator().manual_seed(seed)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache.kept_tokens import PageList
+from keyhole.cache.layout import Geometry
 from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
@@ -45,6 +46,7 @@ from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
+from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
@@ -118,9 +120,9 @@ class DocumentPrefill:
         return Filling(pages, prompt.fill())
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self._cache.page_size
+    def geometry(self) -> Geometry:
+        """The shape of the cache."""
+        return self._cache.geometry
 
     def send(self, array: np.ndarray) -> Tensor:
         """Copies an array to the model's device."""
@@ -133,9 +135,8 @@ class DocumentPrefill:
         self._model.forward(self.send(tokens), self.send(positions), batch, last)
         self._pace.forward(len(tokens), time.perf_counter() - begin)
 
-    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
-        """A step of one chunk."""
-        rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
+    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk, context: Context) -> Batch:
+        """A step of one chunk of a prompt over `context`."""
         return Batch(
             cache=self._cache,
             policy=self._policy,
@@ -144,7 +145,8 @@ class DocumentPrefill:
             num_decode=0,
             step=None,
             chunks=[chunk],
-            rewrite=rewrite,
+            rewrite=chunk if isinstance(chunk, ScatteredChunk) else None,
+            adapters=adapter_rows([(context.adapter, len(slots))], self._model.device),
         )
 
     def size(self, left: int) -> int:
@@ -169,12 +171,8 @@ class DocumentPrefill:
 
     @property
     def packs(self) -> bool:
-        """Whether layers may store different tokens in one page.
-
-        Sliding windows of the model look at positions, which places are not.
-        """
-        allows = self._policy.selects_per_layer or self._policy.shares_by_scores
-        return allows and all(layer.window is None for layer in self._cache.geometry.layers)
+        """Whether layers may store different tokens in one page."""
+        return self._policy.selects_per_layer or self._policy.shares_by_scores
 
     def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
         """Copies the tokens of each layer where `packing` has them, one layer per iteration.
@@ -267,7 +265,7 @@ class _Prompt:
         kept = self._kept_everywhere(plan)
         packing = None
         if kept is not None and self._owner.packs:
-            packing = Packing.of(kept, self._owner.page_size)
+            packing = Packing.of(kept, self._owner.geometry)
             yield from self._pack(packing)
         yield from _each("summarise", self._owner.summarise(self._pages))
         return packing
@@ -278,7 +276,7 @@ class _Prompt:
         before = self._owner.send(self._pages.table())
         places = np.append(np.flatnonzero(packing.kept.any(0).numpy()), self._context.end - 1)
         if not self._pages.move(places):
-            self._owner.evict(len(places) // self._owner.page_size + 1)
+            self._owner.evict(len(places) // self._owner.geometry.page_size + 1)
             if not self._pages.move(places):
                 raise OutOfPages
         yield from _each("pack", self._owner.move(before, self._pages, packing))
@@ -319,7 +317,7 @@ class _Prompt:
 
     def _held(self) -> int:
         """The slots of a layer in the pages before the question, less prefix and separators."""
-        size, end = self._owner.page_size, self._context.end
+        size, end = self._owner.geometry.page_size, self._context.end
         return len(self._pages.present()) * size - -end % size - len(self._loose)
 
     def _checked(self, plan: RecomputePlan) -> RecomputePlan:
@@ -335,9 +333,9 @@ class _Prompt:
             yield "forward"
             part = np.arange(end, end + owner.size(self._context.num_prefix - end))
             end += len(part)
-            pages = table[: -(-end // owner.page_size)]
+            pages = table[: -(-end // owner.geometry.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             owner.forward(self._tokens[part], part, batch)
             if self._head is not None:
                 self._head.take(part, batch)
@@ -446,7 +444,7 @@ class _Prompt:
                 unbroken=int(part[-1] - part[0]) + 1 == len(part),
                 start=int(part[0]),
             )
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             batch.last_layer = last_layer
             owner.forward(self._tokens[part], part, batch)
             if head is not None:
