@@ -341,7 +341,7 @@ class MemoryPlan:
         # Where offloading does not help, capacities fall, and the largest so far applies.
         return found if found < len(self._longest) else None
 
-    def left_below(self, pages: int, growth: int, offloaded: int, least: int = 0) -> int:
+    def still_offloaded(self, pages: int, growth: int, offloaded: int, least: int = 0) -> int:
         """How many of the `offloaded` layers stay offloaded once at most `pages` pages are needed.
 
         growth: pages that may still be needed. Layers become resident one by one, the last

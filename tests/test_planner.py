@@ -201,13 +201,13 @@ def test_layers_become_resident_again_once_they_can_grow() -> None:
     plan = MemoryPlan(model=model, memory=400 * 800)
     most, more = plan.capacities[:2]
     assert 700 < most < more
-    assert plan.left_below(most - most // 8, 10**6, 1) == 0
-    assert plan.left_below(most - most // 8 + 1, 10**6, 1) == 1
-    assert plan.left_below(most - 3, 3, 1) == 0
-    assert plan.left_below(most - 3, 4, 1) == 1
-    assert plan.left_below(0, 0, 4) == 0
-    assert plan.left_below(0, 0, 4, 2) == 2
-    assert plan.left_below(most + 1, 0, 3) == 1
+    assert plan.still_offloaded(most - most // 8, 10**6, 1) == 0
+    assert plan.still_offloaded(most - most // 8 + 1, 10**6, 1) == 1
+    assert plan.still_offloaded(most - 3, 3, 1) == 0
+    assert plan.still_offloaded(most - 3, 4, 1) == 1
+    assert plan.still_offloaded(0, 0, 4) == 0
+    assert plan.still_offloaded(0, 0, 4, 2) == 2
+    assert plan.still_offloaded(most + 1, 0, 3) == 1
 
 
 def test_the_last_layers_are_offloaded_first_and_windows_never() -> None:

@@ -88,8 +88,8 @@ def requests_of(lines: Iterable[BatchLine]) -> Iterator[BatchRequest]:
         if found.custom_id is not None:
             before = first.setdefault(found.custom_id, line.number)
             if before != line.number:
-                said = f"custom_id {found.custom_id!r} is also that of line {before}"
-                found = BatchRequest(line, found.custom_id, problem=(REPEATED, _at(line, said)))
+                reason = f"custom_id {found.custom_id!r} is also that of line {before}"
+                found = BatchRequest(line, found.custom_id, problem=(REPEATED, _at(line, reason)))
         yield found
 
 
@@ -100,8 +100,8 @@ def read_request(line: BatchLine) -> BatchRequest:
     except (ValueError, RecursionError) as error:  # ValueError: also for bytes that are no UTF-8
         return BatchRequest(line, None, problem=("invalid_json", _at(line, f"no JSON: {error}")))
     if not isinstance(given, dict):
-        said = f"{_short(given)} must be a JSON object"
-        return BatchRequest(line, None, problem=("invalid_json", _at(line, said)))
+        reason = f"{_short(given)} must be a JSON object"
+        return BatchRequest(line, None, problem=("invalid_json", _at(line, reason)))
     name = given.get("custom_id")
     custom_id = name if isinstance(name, str) and name else None
     problem = _problem(given)
@@ -131,5 +131,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _at(line: BatchLine, said: str) -> str:
-    return f"line {line.number}: {said}"
+def _at(line: BatchLine, reason: str) -> str:
+    return f"line {line.number}: {reason}"

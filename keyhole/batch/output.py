@@ -60,9 +60,9 @@ class BatchOutput:
         except OSError as error:
             with suppress(OSError):  # else the next run does it
                 os.ftruncate(self._file, self._size)
-            said = f"{self._name} cannot be written: {error.strerror}"
+            reason = f"{self._name} cannot be written: {error.strerror}"
             raise StorageFullError(
-                f"{said}; {len(self.statuses)} answers are kept, and the same command goes on "
+                f"{reason}; {len(self.statuses)} answers are kept, and the same command goes on "
                 "when there is room"
             ) from error
         self._size += len(data)

@@ -270,7 +270,7 @@ class NotRecordedError(KeyholeError):
     """Keyhole's steps were launched one by one although they could be replayed as CUDA graphs."""
 
 
-def said(replayed_steps: int, why_not: str | None) -> Launches:
+def launches(replayed_steps: int, why_not: str | None) -> Launches:
     """For a line of results: the number of replayed steps, and why not all were replayed, if so."""
     return {"replayed_steps": replayed_steps, "why_not": why_not}
 
@@ -290,11 +290,11 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
             f"{who}: {replayed} steps were replayed as CUDA graphs, the others launched one by "
             f"one: {why_not or 'no step was of a kind that is recorded'}"
         )
-    return said(replayed, why_not)
+    return launches(replayed, why_not)
 
 
 def together(parts: Sequence[Launches]) -> Launches:
     """The launches of several measurements of one system."""
     reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
     steps = sum(part["replayed_steps"] for part in parts)
-    return said(steps, reasons[0] if reasons else None)
+    return launches(steps, reasons[0] if reasons else None)

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 
 from keyhole import kernels
 from keyhole.bench import measure
-from keyhole.bench.measure import THEIRS, Captured, Launches, said
+from keyhole.bench.measure import THEIRS, Captured, Launches, launches
 from keyhole.bench.model import (
     Need,
     RandomKV,
@@ -442,7 +442,7 @@ class Baseline:
     def launches(self) -> Launches:
         """How its steps were launched: transformers itself launches operations one by one."""
         captured = self._captured is not None
-        return said(self._replayed, None if captured else THEIRS)
+        return launches(self._replayed, None if captured else THEIRS)
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor) -> Tensor:

@@ -173,8 +173,8 @@ def measured(
         met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
     bandwidth = line.get("read_bytes_per_s")
-    said = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
-    print(f"{said}written: {arguments.output}")
+    speed = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
+    print(f"{speed}written: {arguments.output}")
     return 0
 
 

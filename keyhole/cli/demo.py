@@ -125,12 +125,12 @@ def _text(found: Demo, budget: int) -> str:
         "",
         terminal.table(_HEADS, [_row(outcome) for outcome in found.outcomes], left=3),
     ]
-    if told := demo.verdicts(found.outcomes):
-        lines += ["", *told]
+    if verdicts := demo.verdicts(found.outcomes):
+        lines += ["", *verdicts]
     if len({found.dense[name] for name in sparse}) > 1:
         layers = (f"{name} {terminal.setting(found.dense[name]) or 'none'}" for name in sparse)
-        said = ", ".join(layers)
-        lines.append(f"dense layers differ ({said}): compare a method with its control only")
+        listed = ", ".join(layers)
+        lines.append(f"dense layers differ ({listed}): compare a method with its control only")
     lines += [
         f"\nNote: full attention itself is wrong on {outcome.task}; there the others say little."
         for outcome in found.outcomes

@@ -171,10 +171,10 @@ def run_paper(arguments: argparse.Namespace) -> int:
 
     about = header("eval", model)
     suite = _paper_suite(model, given, file, about, flags.is_bundled(arguments.model))
-    told = sys.stderr if arguments.json else sys.stdout
+    stream = sys.stderr if arguments.json else sys.stdout
     if arguments.dry_run:
         parts = suite.estimate()
-        print(f"{model.name}, {estimate_text(parts)}", file=told)
+        print(f"{model.name}, {estimate_text(parts)}", file=stream)
         if arguments.json:
             print(terminal.to_json([vars(part) for part in parts]))
         return 0
@@ -184,8 +184,8 @@ def run_paper(arguments: argparse.Namespace) -> int:
         if wrong is not None:
             print(f"not evaluated: {wrong}", file=sys.stderr)
             return 1
-        print(f"verify: {terminal.count(len(checked['checks']), 'check')} passed", file=told)
-        print(f"{model.name}, {estimate_text(suite.estimate())}\n", file=told, flush=True)
+        print(f"verify: {terminal.count(len(checked['checks']), 'check')} passed", file=stream)
+        print(f"{model.name}, {estimate_text(suite.estimate())}\n", file=stream, flush=True)
         outcome = suite.run()
     measured = {"model": model.name, "fingerprint": model_digest(model)} | about()
     geometry = model.geometry(EngineConfig.page_size)

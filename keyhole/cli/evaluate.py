@@ -48,9 +48,9 @@ _DEFAULT = "tasks"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole eval`: those of all suites."""
     flags.add_model(parser)
-    told = "; ".join(f"{name}: {about}" for name, about in SUITES.items())
+    suites = "; ".join(f"{name}: {about}" for name, about in SUITES.items())
     parser.add_argument(
-        "--suite", metavar="NAME", default=_DEFAULT, help=f"what is measured: {told}"
+        "--suite", metavar="NAME", default=_DEFAULT, help=f"what is measured: {suites}"
     )
     parser.add_argument(
         "--output",
@@ -204,12 +204,12 @@ def _chosen(outcome: EvalOutcome) -> str:
     texts = []
     for line in outcome.lines:
         if line.get("tuning"):
-            told = [
+            chosen = [
                 f"{name} {','.join(map(str, value)) if isinstance(value, list) else value}"
                 for name, value in line["settings"].items()
                 if value not in (None, [])
             ]
-            texts.append(f"{line['method']} at {line['length']:,} tokens: {'; '.join(told)}")
+            texts.append(f"{line['method']} at {line['length']:,} tokens: {'; '.join(chosen)}")
     return "\n".join(dict.fromkeys(texts))
 
 

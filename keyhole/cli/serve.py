@@ -95,12 +95,12 @@ def _memory(llm: LLM) -> str:
     engine = llm.engine
     weights = bytes_text(model_size(engine.model, None).weight_bytes)
     room = terminal.count(engine.max_pages * engine.config.page_size, "token")
-    said = f"memory: weights {weights}; KV cache: room for {room}"
+    line = f"memory: weights {weights}; KV cache: room for {room}"
     if engine.offloader is None:
-        return said
+        return line
     plan = engine.offloader.plan
     cache, first = (
         bytes_text(plan.cache_memory),
         terminal.count(plan.thresholds[0], "token"),
     )
-    return f"{said} in {cache} and beyond, the first layer is offloaded after {first}"
+    return f"{line} in {cache} and beyond, the first layer is offloaded after {first}"

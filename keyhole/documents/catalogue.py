@@ -158,8 +158,8 @@ class Catalogue:
         names = self.index.names()
         if len(names) > _MOST_NAMES_TOLD:
             near = difflib.get_close_matches(name, names, n=_MOST_NAMES_TOLD, cutoff=0.5)
-            told = [*near, *names][: max(len(near), 1)]
-            names = [*told, f"… and {len(names) - len(told)} others"]
+            shown = [*near, *names][: max(len(near), 1)]
+            names = [*shown, f"… and {len(names) - len(shown)} others"]
         return UnknownNameError("document", name, names)
 
     def current(self, name: str) -> SourceFile:

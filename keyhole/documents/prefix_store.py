@@ -84,8 +84,8 @@ class PrefixStore:
         reader = self._place.reader(path)
         try:
             text, spans, start = read_sealed(reader, (_FORMAT, _VERSION))
-            told = (text.get("digest"), json.loads(text.get("fingerprint", "null")))
-            if told != (digest.hex(), json.loads(self._fingerprint)):
+            found = (text.get("digest"), json.loads(text.get("fingerprint", "null")))
+            if found != (digest.hex(), json.loads(self._fingerprint)):
                 raise RecordError("damaged", "it is of other tokens or another model", "its own")
             data = reader.read([(start, reader.size)])[0]
         finally:

@@ -402,13 +402,13 @@ def read_sealed(
     try:
         header: dict[str, Any] = json.loads(line)
         text: dict[str, str] = header.pop("__metadata__")
-        told = (text["format"], text["version"])
+        found = (text["format"], text["version"])
         plain = {key: value for key, value in text.items() if key != "sha256"}
         sealed = is_sealed({**header, "__metadata__": plain, "sha256": text.get("sha256")})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged("the header of its record cannot be read") from error
-    if told != kind:
-        raise _damaged(f"its record is a {told[0]} of version {told[1]}", f"version {kind[1]}")
+    if found != kind:
+        raise _damaged(f"its record is a {found[0]} of version {found[1]}", f"version {kind[1]}")
     if not sealed:
         raise _damaged("the header of its record has changed")
     data_start = 8 + len(line)

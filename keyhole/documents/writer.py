@@ -126,10 +126,10 @@ class Writer:
         same = self.same(head.name, origin, overwrite=overwrite)
         self._require_room(head, origin, size)
         staged.commit()
-        told = (head.pinned, head.metadata)
+        given = (head.pinned, head.metadata)
         if (
             same is None
-            or told != (same.pinned, same.metadata)
+            or given != (same.pinned, same.metadata)
             or overwrite
             or not self._has_text(same)
         ):

@@ -136,7 +136,7 @@ def free_memory(device: torch.device) -> int:
 class LayerOffloader:
     """Offloads layers and makes them resident again, to stay within the plan's memory.
 
-    least: layers that stay below even where there is room for them, once they are there.
+    least: how many layers, once offloaded, stay so even where there is room for them.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class LayerOffloader:
             self.prefetcher.offload(self.plan.model.order[self.offloaded], self._tier)
 
     @property
-    def may_come_up(self) -> bool:
+    def may_become_resident(self) -> bool:
         """Whether layers are offloaded and pages were released since the last check."""
         return self.offloaded > self.least and self._released != self._cache.released
 
@@ -200,7 +200,7 @@ class LayerOffloader:
         self._released = self._cache.released
         unused = set() if prefix is None else set(prefix.held()) - demand.pages
         pages = len(demand.pages) + self._cache.num_aside
-        target = self.plan.left_below(pages, demand.growth, self.offloaded, self.least)
+        target = self.plan.still_offloaded(pages, demand.growth, self.offloaded, self.least)
         if target == self.offloaded or pages + len(unused) < self._cache.in_use:
             return  # in the second case other holders of pages cannot be given new page numbers
         most = min(self.plan.capacities[target : self.offloaded])

@@ -393,8 +393,8 @@ class Engine:
         """Runs the model once for each policy in the step."""
         if not plan.runs:
             return []
-        if self.offloader is not None and self.offloader.may_come_up:
-            self._move_up(self.offloader)
+        if self.offloader is not None and self.offloader.may_become_resident:
+            self._make_resident(self.offloader)
         if len(self._runners) == 1:
             return self._run_under(self._runner, plan)
         advanced = []
@@ -459,7 +459,7 @@ class Engine:
         holders += [[page] for page in (self.prefix.held() if self.prefix else [])]
         self.cache.check_integrity(holders)
 
-    def _move_up(self, offloader: LayerOffloader) -> None:
+    def _make_resident(self, offloader: LayerOffloader) -> None:
         demand = self.scheduler.demand()
         if demand is not None:
             offloader.make_resident(demand, self.prefix, self._renumber)

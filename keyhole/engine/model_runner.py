@@ -102,7 +102,7 @@ class Runner:
     def traffic(self) -> list[Traffic]:
         """What the last step's decoding sequences loaded, once; waits for the device.
 
-        Empty where no layer is below.
+        Empty if no layer is offloaded.
         """
         loads, self._loads = self._loads, None
         return [] if loads is None or self._prefetcher is None else self._prefetcher.count(loads)
@@ -265,8 +265,8 @@ class Runner:
 
     def _is_plain(self, plan: SchedulerOutput) -> bool:
         """Whether a step is nothing but decoding, over all tokens, and none is traced."""
-        below = self._cache.offloaded_layers
-        if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
+        offloaded = self._cache.offloaded_layers
+        if plan.chunks or (offloaded and (self._prefetcher is None or self._policy.reads_keys)):
             return False
         return all(s.kept is None and s.trace is None and s.is_base for s in plan.decodes)
 

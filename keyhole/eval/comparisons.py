@@ -28,7 +28,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.line_file import EvalTable, Line
 from keyhole.eval.methods import CONTROL, CONTROLS, FULL
 from keyhole.eval.settings import FORCED
-from keyhole.eval.tasks import task_name, told
+from keyhole.eval.tasks import changed_settings, task_name
 
 #: Standard normal quantile of a 95 % interval.
 _Z = 1.96
@@ -366,8 +366,8 @@ def field_text(name: str, text: Callable[[Any], str]) -> Text:
 
 def _task(line: Line) -> str:
     """The name with the changed settings: passkey:depth=0.5."""
-    settings = () if line["task"] in FORCED else told(line["task"], line["task_settings"])
-    return task_name(line["task"], settings)
+    task = line["task"]
+    return task_name(task, () if task in FORCED else changed_settings(task, line["task_settings"]))
 
 
 def _score(line: Line) -> str:

@@ -275,26 +275,26 @@ def equal_terms(
         raise UnknownNameError("policy", name, known)
     fields = [field.name for field in dataclasses.fields(known[name])]
     lacks = BY_DEFINITION.get(name, {})
-    said: dict[str, Any] = {TOKEN_BUDGET: budget}
+    shared: dict[str, Any] = {TOKEN_BUDGET: budget}
     choosing = [field for field in SELECTION_LAYERS if field in fields]
     if choosing and not dense:
         raise UnequalTermsError(f"{name} selects in a dense layer, and the dense set is empty")
-    said |= dict.fromkeys(choosing, dense[-1:])
+    shared |= dict.fromkeys(choosing, dense[-1:])
     if _AFTER in fields:
-        said[_AFTER] = 0
-    said |= {field: value for field, value in NO_MORE_DENSE.items() if field in fields}
-    said[_FULL_LAYERS] = dense[:-1] if choosing else dense
+        shared[_AFTER] = 0
+    shared |= {field: value for field, value in NO_MORE_DENSE.items() if field in fields}
+    shared[_FULL_LAYERS] = dense[:-1] if choosing else dense
     if _SINKS not in lacks:
-        said[_SINKS] = sinks
+        shared[_SINKS] = sinks
     if _WINDOW not in lacks:
         pages = _PAGES in fields and _WINDOW not in fields
-        said[_PAGES if pages else _WINDOW] = -(-window // geometry.page_size) if pages else window
-    for setting in said:
+        shared[_PAGES if pages else _WINDOW] = -(-window // geometry.page_size) if pages else window
+    for setting in shared:
         if setting not in fields:
             raise UnequalTermsError(f"{name} has no setting {setting}")
     for setting in settings or {}:
-        require(setting not in said, f"{name}:{setting}", (settings or {})[setting], "left out")
-    policy = make_policy(name, {**(settings or {}), **said}).resolve(geometry)
+        require(setting not in shared, f"{name}:{setting}", (settings or {})[setting], "left out")
+    policy = make_policy(name, {**(settings or {}), **shared}).resolve(geometry)
     found = policy.dense_layers(geometry)
     if found != dense:
         raise UnequalTermsError(f"{name} reads everything in layers {found}, not in {dense}")

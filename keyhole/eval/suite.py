@@ -254,8 +254,8 @@ class Tuned(Terms):
         found = self.chosen.get((method.label, length, method.tokens(length, geometry.page_size)))
         if found is None:
             return {}
-        told = {"trials": found.trials, "samples": found.samples, "score": found.score}
-        return {"terms_note": found.note, "tuning": told | {"first_seed": HELD_OUT}}
+        tuning = {"trials": found.trials, "samples": found.samples, "score": found.score}
+        return {"terms_note": found.note, "tuning": tuning | {"first_seed": HELD_OUT}}
 
 
 def is_tuned(method: Method) -> bool:

@@ -281,9 +281,9 @@ def _count(headers: list[dict[str, Any]], config: Any) -> int:
 
 def _dtype(stored: dict[str, Any], headers: list[dict[str, Any]]) -> str:
     """The dtype that transformers loads: the config's, else that of the first stored weight."""
-    said = stored.get("dtype") or stored.get("torch_dtype")
+    stated = stored.get("dtype") or stored.get("torch_dtype")
     kinds = [tensor["dtype"] for header in headers for tensor in header.values()]
-    found = said or next((_STORED[kind] for kind in kinds if kind in _STORED), "float32")
+    found = stated or next((_STORED[kind] for kind in kinds if kind in _STORED), "float32")
     if found not in ITEMSIZES:
         raise ModelError(f"the config says dtype {found!r}; give one of {', '.join(ITEMSIZES)}")
     return str(found)

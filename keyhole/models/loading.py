@@ -101,19 +101,19 @@ def load_files(
     """`load` of a model that `locate` has found."""
     place, number, wanted = _device(device), _dtype(dtype), weight_format(weights)
     _require_cpu(wanted, place)
-    name, told = found.name, found.shown
+    name, shown = found.name, found.shown
     if (found.has_adapter or found.adapter is not None) and not is_peft_available():
         raise ignored_adapter(found)
     whole = _read_whole_config(found)
     config = text_part(whole)
-    families.check(config, told)
-    require_known(config, told)
+    families.check(config, shown)
+    require_known(config, shown)
     if wanted is not None and found.gguf is None:
-        require_unpacked(config, wanted, told)
+        require_unpacked(config, wanted, shown)
     if accept is not None:
-        accept(config, told)
+        accept(config, shown)
     if config is not whole:
-        announce(whole, config, told)
+        announce(whole, config, shown)
     network = _load_network(found, config, number, is_part=config is not whole)
     if found.gguf is not None:
         # Its blocks are dequantised: what runs is a plain model.
@@ -123,7 +123,7 @@ def load_files(
         log_once()
     if found.adapter is not None:
         network = merged(network, found.adapter, name)
-    network = _moved(network, place, told)
+    network = _moved(network, place, shown)
     if is_tiny(name):
         _say_it_is_a_demonstration()
     words = _tokenizer(found) if tokenizer is None else tokenizer
@@ -138,7 +138,7 @@ def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool)
 
     is_part: whether the checkpoint has more models than that of this config.
     """
-    told = found.shown
+    shown = found.shown
     names = {"key_mapping": TEXT_WEIGHTS} if is_part else {}
     try:
         with _without_report() if is_part else nullcontext():
@@ -156,12 +156,12 @@ def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool)
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
         raise ModelError(
-            f"the weights of {told!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+            f"the weights of {shown!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
         ) from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
-            f"the checkpoint {told!r} is damaged: {len(missing)} weights are missing or of another "
+            f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of another "
             f"shape, the first is {missing[0]}"
         )
     return network

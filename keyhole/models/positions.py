@@ -100,7 +100,7 @@ class RopeShift:
             rotated_last=tuple(layout.shared_values for layout in layouts),
         )
 
-    def turn(self, layer: int, x: Tensor, by: int | Tensor) -> Tensor:
+    def shift(self, layer: int, x: Tensor, by: int | Tensor) -> Tensor:
         """Shifts keys or queries of a layer, rotated at any positions p, to p + by.
 
         x: [..., D], any float dtype, as attention sees them (MLA: [latent | rope]; the latent is
@@ -158,9 +158,9 @@ class _KeyRecorder(LayerState):
 
 @functools.cache
 def _problem(fields: str) -> str | None:
-    """Why keys of this config's family cannot be shifted by `turn`; None if they can.
+    """Why keys of this config's family cannot be shifted by `RopeShift.shift`; None if they can.
 
-    Measured: the keys of a small random model at positions p, turned by 5, against those at p + 5.
+    Measured: the keys of a small random model at positions p, shifted by 5, against those at p + 5.
     Families differ in which part of a head they rotate, in how its numbers are paired, and in which
     layers they rotate at all.
     """
@@ -191,7 +191,7 @@ def _problem(fields: str) -> str | None:
             torch.cat(keys[layers[layer]], -1) if layout.shared_values else keys[layers[layer]][0]
             for keys in found
         )
-        if torch.allclose(shift.turn(layer, before, _SHIFT), after, atol=1e-3, rtol=1e-3):
+        if torch.allclose(shift.shift(layer, before, _SHIFT), after, atol=1e-3, rtol=1e-3):
             continue
         if torch.allclose(before, after, atol=1e-3, rtol=1e-3):
             return "some layers do not rotate their keys"

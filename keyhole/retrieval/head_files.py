@@ -332,8 +332,8 @@ def _count(
 
 def _has(draft: HeadCheckpoint, fields: dict[str, Any], name: str, tensor: str) -> bool:
     """Whether the draft has a variant: by its config or, if that does not say, by its tensors."""
-    said = fields.get(name)
-    return tensor in draft.shapes if said is None else bool(said)
+    stated = fields.get(name)
+    return tensor in draft.shapes if stated is None else bool(stated)
 
 
 def _trained_length(draft: HeadCheckpoint, fields: dict[str, Any]) -> int:

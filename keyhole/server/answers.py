@@ -58,7 +58,7 @@ class AnyAnswer(Protocol):
         """The event that ends a stream with an error."""
         ...
 
-    def frame(self, said: dict[str, Any]) -> bytes:
+    def frame(self, event: dict[str, Any]) -> bytes:
         """An object as a server-sent event."""
         ...
 
@@ -154,9 +154,9 @@ class Answer:
         """The event that ends a stream with an error."""
         return error.body
 
-    def frame(self, said: dict[str, Any]) -> bytes:
+    def frame(self, event: dict[str, Any]) -> bytes:
         """An object as a server-sent event."""
-        return b"data: %b\n\n" % to_json(said)
+        return b"data: %b\n\n" % to_json(event)
 
     @property
     def end(self) -> bytes:
@@ -181,8 +181,8 @@ class Answer:
             return str(token) if tokenizer is None else str(tokenizer.decode([token]))
 
         def one(token: int, value: float) -> dict[str, Any]:
-            said = text(token)
-            return {"token": said, "logprob": value, "bytes": list(said.encode())}
+            shown = text(token)
+            return {"token": shown, "logprob": value, "bytes": list(shown.encode())}
 
         pairs = list(zip(tokens, found, strict=False))
         if self.is_chat:
@@ -290,8 +290,8 @@ class AnswerReads:
                 "layers": list(read.layers),
                 "ranges": [_ranges(*entry) for entry in zip(read.ranges, read.lists, strict=True)],
             }
-        told = {"counters": counters([stats]), "step_ms": stats.step_ms}
-        return {**first, "tokens": shown, **told}
+        totals = {"counters": counters([stats]), "step_ms": stats.step_ms}
+        return {**first, "tokens": shown, **totals}
 
 
 def _ranges(ranges: np.ndarray, lists: int) -> list[list[float]]:

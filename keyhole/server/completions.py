@@ -34,7 +34,7 @@ _GONE = 499
 
 _Stream = AsyncGenerator[Piece, None]
 #: The passages that a finished prompt used of its documents.
-_Told = Callable[[Result], list[dict[str, Any]]]
+_UsedPassages = Callable[[Result], list[dict[str, Any]]]
 
 
 @router.post("/v1/chat/completions")
@@ -79,9 +79,9 @@ async def _chat_over_documents(
         )
         for one in params.each()
     ]
-    told = functools.partial(_told, state, names, passages=body.passages)
+    used_passages = functools.partial(_used_passages, state, names, passages=body.passages)
     answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
-    return await respond(answer, body, request, streams, told)
+    return await respond(answer, body, request, streams, used_passages)
 
 
 @router.post("/v1/completions")
@@ -111,12 +111,12 @@ def caller_of(request: Request, user: str | None) -> str:
 
 def _question(messages: Sequence[dict[str, Any]]) -> str:
     """The user's message, with documents before it."""
-    said = [message.get("role") for message in messages]
+    roles = [message.get("role") for message in messages]
     content = messages[0].get("content") if messages else None
-    if said != ["user"] or not isinstance(content, str):
+    if roles != ["user"] or not isinstance(content, str):
         raise ApiError(
             400,
-            f"documents take one message of text from the user, not messages of {said}",
+            f"documents take one message of text from the user, not messages of {roles}",
             param="messages",
         )
     return content
@@ -137,7 +137,7 @@ async def _names(state: State, given: list[str] | SearchedDocuments, question: s
     return [one.name for one in found]
 
 
-def _told(
+def _used_passages(
     state: State, names: list[str], result: Result, *, passages: bool
 ) -> list[dict[str, Any]]:
     """Name and used passages of each document; no passages if everything was computed."""
@@ -161,21 +161,21 @@ async def respond(
     body: SamplingBody,
     request: Request,
     streams: list[_Stream],
-    told: _Told | None = None,
+    used_passages: _UsedPassages | None = None,
 ) -> Response:
     """The answer from its completions, whole or as a stream; freed when the client disconnects.
 
-    told: the passages that the first completion used.
+    used_passages: returns those that the first completion used.
     """
     state = state_of(request)
     limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
     with ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
-            work = functools.partial(_whole, state, answer, streams, told, limit)
+            work = functools.partial(_whole, state, answer, streams, used_passages, limit)
             return await _unless_gone(request, work)
         usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(state, answer, streams, stack.pop_all(), told, limit, usage=usage)
+        events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
         # A request that can never be served gets its own status.
         first = await anext(events)
     return StreamingResponse(
@@ -187,7 +187,7 @@ async def _whole(
     state: State,
     answer: AnyAnswer,
     streams: list[_Stream],
-    told: _Told | None,
+    used_passages: _UsedPassages | None,
     limit: float | None,
 ) -> Response:
     results: dict[int, Result] = {}
@@ -198,13 +198,15 @@ async def _whole(
                 results[index] = piece.result
                 state.finished(piece.result)
     ordered = [results[index] for index in range(len(streams))]
-    documents = None if told is None else await asyncio.to_thread(told, ordered[0])
-    said = answer.whole(ordered, documents)
-    for choice, result in zip(said.get("choices", ()), ordered, strict=False):
+    documents = (
+        None if used_passages is None else await asyncio.to_thread(used_passages, ordered[0])
+    )
+    body = answer.whole(ordered, documents)
+    for choice, result in zip(body.get("choices", ()), ordered, strict=False):
         if result.reads is not None:
             of = AnswerReads(state.tokenizer)
             choice["keyhole"] = await asyncio.to_thread(of.whole, result)
-    return JSONResponse(said)
+    return JSONResponse(body)
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
@@ -229,7 +231,7 @@ async def _events(
     answer: AnyAnswer,
     streams: list[_Stream],
     stack: ExitStack,
-    told: _Told | None,
+    used_passages: _UsedPassages | None,
     limit: float | None,
     *,
     usage: bool,
@@ -242,23 +244,23 @@ async def _events(
         async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
                 # Until the first piece, which shows that all can be served, errors have a status.
-                for said in [] if begun else answer.begin():
-                    yield answer.frame(said)
-                for said in answer.piece(index, piece, first=index not in begun):
-                    if piece.reads is not None and "choices" in said:
+                for event in [] if begun else answer.begin():
+                    yield answer.frame(event)
+                for event in answer.piece(index, piece, first=index not in begun):
+                    if piece.reads is not None and "choices" in event:
                         of = reads.setdefault(index, AnswerReads(state.tokenizer))
-                        said["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
-                    yield answer.frame(said)
+                        event["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
+                    yield answer.frame(event)
                 begun.add(index)
                 if piece.result is not None:
                     results[index] = piece.result
                     state.finished(piece.result)
         ordered = [results[index] for index in range(len(streams))]
         documents = None
-        if told is not None and usage:
-            documents = await asyncio.to_thread(told, ordered[0])
-        for said in answer.closing(ordered, documents, wants_usage=usage):
-            yield answer.frame(said)
+        if used_passages is not None and usage:
+            documents = await asyncio.to_thread(used_passages, ordered[0])
+        for event in answer.closing(ordered, documents, wants_usage=usage):
+            yield answer.frame(event)
         yield answer.end
 
 

@@ -76,14 +76,14 @@ class EngineServer:
             logger.debug("no process reads a message")
 
     def _deliver(self, updates: list[Update]) -> None:
-        told: dict[int, KeyholeError] = {}
+        sendable: dict[int, KeyholeError] = {}
         sent = []
         for update in updates:
             error = None if update.extras is None else update.extras.error
             if error is not None:
-                if id(error) not in told:  # one failed step may concern many requests
-                    told[id(error)] = _sendable(error)
-                update = update._replace(extras=Extras(error=told[id(error)]))
+                if id(error) not in sendable:  # one failed step may concern many requests
+                    sendable[id(error)] = _sendable(error)
+                update = update._replace(extras=Extras(error=sendable[id(error)]))
             sent.append(update)
         self._send("updates", sent)
 

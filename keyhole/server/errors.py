@@ -88,8 +88,8 @@ def invalid(error: RequestValidationError) -> ApiError:
     """The first error in a body, with the path of its field."""
     first: Mapping[str, Any] = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
-    said = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return ApiError(400, said, param=place or None)
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return ApiError(400, message, param=place or None)
 
 
 def plain(error: HTTPException) -> ApiError:
@@ -99,5 +99,5 @@ def plain(error: HTTPException) -> ApiError:
 
 def no_such_path(method: str, path: str) -> ApiError:
     """The error for a path that is not served, such as embeddings."""
-    said = f"there is no '{method} {path}' here; /docs lists what there is"
-    return ApiError(404, said, kind="not_found_error")
+    message = f"there is no '{method} {path}' here; /docs lists what there is"
+    return ApiError(404, message, kind="not_found_error")

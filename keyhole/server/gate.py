@@ -66,9 +66,9 @@ class Gate:
                 logger.exception("a request failed")
             if exchange.status:  # the client has a partial answer, which ends early
                 raise
-            told = api_error(error)
-            self._state.metrics.failed(told.kind)
-            await told.response()(scope, exchange.receive, exchange.send)
+            failure = api_error(error)
+            self._state.metrics.failed(failure.kind)
+            await failure.response()(scope, exchange.receive, exchange.send)
 
     def _refused(self, scope: Scope, headers: Headers) -> ApiError | None:
         if self._only_local and not _is_from_here(headers):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.paper.page import section
 from keyhole.bench import measure, model
-from keyhole.bench.measure import NotRecordedError, checked, said, together
+from keyhole.bench.measure import NotRecordedError, checked, launches, together
 from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
@@ -69,8 +69,8 @@ def test_only_steps_that_count_are_reported(
     system.start(texts, 4)
     for _ in range(4):
         system.step()
-    assert system.cost()["launches"] == said(3, None)  # the first one ends the prompt
-    assert checked("quest", system.engine, before, CUDA) == said(3, None)
+    assert system.cost()["launches"] == launches(3, None)  # the first one ends the prompt
+    assert checked("quest", system.engine, before, CUDA) == launches(3, None)
 
 
 def test_one_that_gave_up_is_refused_on_a_gpu(
@@ -113,7 +113,7 @@ def test_steps_that_cannot_be_captured_are_reported_and_not_refused(
     reason = "a test"
     engine = ours(weights, texts).engine
     monkeypatch.setattr(type(engine.policy), "capturable", reason)
-    assert checked("quest", engine, 0, CUDA) == said(0, reason)
+    assert checked("quest", engine, 0, CUDA) == launches(0, reason)
 
 
 def test_an_engine_without_graphs_by_request_is_not_refused(
@@ -122,8 +122,8 @@ def test_an_engine_without_graphs_by_request_is_not_refused(
     policy = Delta(token_budget=32)
     with Loading(None, weights.keyhole, policy, None, "", graphs=False) as system:
         system.start(ForcedText(prompt=texts[0], answer=[1, 2]))
-        assert system.launches("resident") == said(0, "graphs=False")
-        assert checked("resident", system.engine, 0, CUDA) == said(0, "graphs=False")
+        assert system.launches("resident") == launches(0, "graphs=False")
+        assert checked("resident", system.engine, 0, CUDA) == launches(0, "graphs=False")
 
 
 def test_peers_say_what_they_do(
@@ -135,16 +135,16 @@ def test_peers_say_what_they_do(
     peer.start(texts, 2)
     peer.step()
     peer.rest()
-    assert peer.cost()["launches"] == said(0, measure.THEIRS)
+    assert peer.cost()["launches"] == launches(0, measure.THEIRS)
     captured: Any = peer._same_step
     monkeypatch.setattr(peer, "_captured", captured)
     peer.step()
-    assert peer.cost()["launches"] == said(1, None)
+    assert peer.cost()["launches"] == launches(1, None)
 
 
 def test_measurements_of_one_system_are_put_together() -> None:
-    assert together([said(3, None), said(4, None)]) == said(7, None)
-    assert together([said(3, None), said(0, "b"), said(0, "c")]) == said(3, "b")
+    assert together([launches(3, None), launches(4, None)]) == launches(7, None)
+    assert together([launches(3, None), launches(0, "b"), launches(0, "c")]) == launches(3, "b")
 
 
 def test_the_page_names_who_was_repeated() -> None:
@@ -155,8 +155,8 @@ def test_the_page_names_who_was_repeated() -> None:
         "unit": "tokens/s",
         "speeds": {"delta": 2.0, "full": 1.0},
         "results": [
-            {"system": "delta", "launches": said(9, None)},
-            {"system": "transformers_sdpa", "launches": said(0, measure.THEIRS)},
+            {"system": "delta", "launches": launches(9, None)},
+            {"system": "transformers_sdpa", "launches": launches(0, measure.THEIRS)},
         ],
         "bars": [],
         "versions": {"torch": "2", "transformers": "5"},

@@ -167,7 +167,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
                 at = int((packing.positions[layer] == position).nonzero()[0, 0])
                 page = request.pages[at // size]
                 offset = asked.context.offsets[number]
-                key = turns.turn(layer, key, torch.tensor([[offset]]))
+                key = turns.shift(layer, key, torch.tensor([[offset]]))
                 here = llm.engine.cache.keys[layer][page, :, at % size]
                 assert torch.equal(here, key[0])
                 assert value is not None

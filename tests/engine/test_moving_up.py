@@ -393,18 +393,18 @@ def test_a_layer_comes_back_when_what_may_come_fits_beside_it() -> None:
     plan = plan_of(10_000)
     assert plan.capacities == (47, 57, 72, 102, 182, 1057)
     # All of the growth fits: 40 + 7 = 47.
-    assert plan.left_below(40, 7, 5) == 0
+    assert plan.still_offloaded(40, 7, 5) == 0
     # It does not, but an eighth of the room, 5 pages of 47 and 7 of 57, stays free.
-    assert plan.left_below(42, 1000, 5) == 0
-    assert plan.left_below(43, 1000, 5) == 1
-    assert plan.left_below(50, 1000, 5) == 1
-    assert plan.left_below(51, 1000, 5) == 2
+    assert plan.still_offloaded(42, 1000, 5) == 0
+    assert plan.still_offloaded(43, 1000, 5) == 1
+    assert plan.still_offloaded(50, 1000, 5) == 1
+    assert plan.still_offloaded(51, 1000, 5) == 2
     # Nothing more may come: up to the last page.
-    assert plan.left_below(47, 0, 5) == 0
-    assert plan.left_below(48, 0, 5) == 1
+    assert plan.still_offloaded(47, 0, 5) == 0
+    assert plan.still_offloaded(48, 0, 5) == 1
     # Nothing goes down here, and what is to stay stays.
-    assert plan.left_below(1000, 0, 3) == 3
-    assert plan.left_below(1, 0, 5, least=4) == 4
+    assert plan.still_offloaded(1000, 0, 3) == 3
+    assert plan.still_offloaded(1, 0, 5, least=4) == 4
 
 
 def test_between_coming_up_and_going_down_lie_many_steps() -> None:
@@ -412,7 +412,7 @@ def test_between_coming_up_and_going_down_lie_many_steps() -> None:
     plan = plan_of(10_000)
     for pages in range(1, 1000):
         for growth in (0, 1, 5, 30, 500):
-            layers = plan.left_below(pages, growth, 5)
+            layers = plan.still_offloaded(pages, growth, 5)
             most = plan.capacities[layers]
             if layers < 5:
                 assert most - pages >= min(growth, most // 8)

@@ -1,4 +1,4 @@
-"""A turned key or query is what the model's own code rotates at the other position.
+"""A shifted key or query is what the model's own code rotates at the other position.
 
 The oracle is the network of transformers with its own layouts, layer types and rotations. Attention
 is replaced by each token's own value, so that hidden states do not depend on positions at all, and
@@ -90,7 +90,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-#: Where tokens stand, and how far each is turned.
+#: Where tokens stand, and how far each is shifted.
 PLACES = torch.tensor([0, 1, 63, 64, 511, 4096, 99_999, 100_000, 0, 5, 100_000, 73_421])
 BY = torch.tensor([0, 1, 7, 448, 100_000, 4096, 1, 100_000, 100_000, 77_777, -100_000, -73_000])
 
@@ -170,16 +170,16 @@ def exactly(rotary: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def deviation(model: Model, places: Tensor, by: Tensor) -> Tensor:
     """Largest error of any key or query per token, relative to the length of what is rotated."""
-    turns, here, there = RopeShift.of(model), run(model, places), run(model, places + by)
+    rope_shift, here, there = RopeShift.of(model), run(model, places), run(model, places + by)
     errors = []
     for before, after in ((here.keys, there.keys), (here.queries, there.queries)):
         assert sorted(before) == list(range(4))
         for layer, x in before.items():
-            turned = turns.turn(layer, x, by[:, None])
-            assert turned.shape == x.shape
-            assert turned.dtype == x.dtype
-            error = (turned - after[layer]).abs().amax(-1)
-            size = 2 * len(turns.frequencies[layer])
+            shifted = rope_shift.shift(layer, x, by[:, None])
+            assert shifted.shape == x.shape
+            assert shifted.dtype == x.dtype
+            error = (shifted - after[layer]).abs().amax(-1)
+            size = 2 * len(rope_shift.frequencies[layer])
             rotated = x[..., -size:] if here.latent else x[..., :size]
             errors.append((error / rotated.norm(dim=-1)).amax(-1))
     return torch.stack(errors).amax(0)
@@ -202,22 +202,24 @@ def test_it_differs_from_the_models_own_float32_by_the_rounding_of_its_angles(
 
 
 def test_a_number_turns_all_alike(model: Model) -> None:
-    turns, recorder = RopeShift.of(model), run(model, PLACES)
+    rope_shift, recorder = RopeShift.of(model), run(model, PLACES)
     for layer, keys in recorder.keys.items():
         for by in (1, -64, 100_000):
             places = torch.full((len(keys), 1), by)
-            assert torch.equal(turns.turn(layer, keys, by), turns.turn(layer, keys, places))
+            assert torch.equal(
+                rope_shift.shift(layer, keys, by), rope_shift.shift(layer, keys, places)
+            )
 
 
 def test_what_is_not_rotated_stays(model: Model) -> None:
-    turns, recorder = RopeShift.of(model), run(model, PLACES)
+    rope_shift, recorder = RopeShift.of(model), run(model, PLACES)
     for layer, keys in recorder.keys.items():
-        rotated = 2 * len(turns.frequencies[layer])
+        rotated = 2 * len(rope_shift.frequencies[layer])
         rest = slice(None, -rotated) if recorder.latent else slice(rotated, None)
-        turned = turns.turn(layer, keys, 1234)
-        assert torch.equal(turned[..., rest], keys[..., rest])
+        shifted = rope_shift.shift(layer, keys, 1234)
+        assert torch.equal(shifted[..., rest], keys[..., rest])
         # Lengths of both halves of a pair stay together: a pure rotation, without YaRN's factor.
-        assert torch.allclose(turned.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6)
+        assert torch.allclose(shifted.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6)
 
 
 def test_frequencies_are_read_in_float32_from_a_model_in_bfloat16(tmp_path: Path) -> None:
@@ -233,46 +235,46 @@ def test_frequencies_are_read_in_float32_from_a_model_in_bfloat16(tmp_path: Path
 def test_bfloat16_is_rounded_once(llama: RopeShift) -> None:
     x = torch.randn(50, 2, 8).bfloat16()
     by = torch.arange(0, 100_000, 2000)[:, None]
-    turned = llama.turn(0, x, by)
-    assert turned.dtype == torch.bfloat16
-    assert torch.equal(turned, llama.turn(0, x.float(), by).bfloat16())
+    shifted = llama.shift(0, x, by)
+    assert shifted.dtype == torch.bfloat16
+    assert torch.equal(shifted, llama.shift(0, x.float(), by).bfloat16())
 
 
 @pytest.mark.parametrize(("first", "second"), [(64, 448), (100_000, 1), (99_999, -99_999)])
 def test_turns_add_up(llama: RopeShift, first: int, second: int) -> None:
     x = torch.randn(20, 2, 8)
-    both = llama.turn(1, llama.turn(1, x, first), second)
-    assert (both - llama.turn(1, x, first + second)).abs().max() < 2e-6
+    both = llama.shift(1, llama.shift(1, x, first), second)
+    assert (both - llama.shift(1, x, first + second)).abs().max() < 2e-6
 
 
 def test_by_nothing_changes_no_bit(llama: RopeShift) -> None:
     x = torch.randn(20, 2, 8).bfloat16()
-    assert torch.equal(llama.turn(0, x, 0), x)
-    assert torch.equal(llama.turn(0, x, torch.zeros(20, 1, dtype=torch.int64)), x)
-    assert torch.equal(llama.turn(0, -0.0 * x, 0).view(torch.int16), (-0.0 * x).view(torch.int16))
+    assert torch.equal(llama.shift(0, x, 0), x)
+    assert torch.equal(llama.shift(0, x, torch.zeros(20, 1, dtype=torch.int64)), x)
+    assert torch.equal(llama.shift(0, -0.0 * x, 0).view(torch.int16), (-0.0 * x).view(torch.int16))
 
 
 def test_a_turned_mean_is_the_mean_of_what_was_turned(llama: RopeShift) -> None:
     """What the block means of a stored document rest on."""
     x = torch.randn(10, 64, 2, 8)
     by = torch.arange(10)[:, None] * 9973
-    means = llama.turn(2, x.mean(1), by)
-    assert (means - llama.turn(2, x, by[:, None]).mean(1)).abs().max() < 1e-6
+    means = llama.shift(2, x.mean(1), by)
+    assert (means - llama.shift(2, x, by[:, None]).mean(1)).abs().max() < 1e-6
 
 
 def test_the_input_is_left_alone(llama: RopeShift) -> None:
     x = torch.randn(20, 2, 8)
     before = x.clone()
-    llama.turn(0, x, 77)
-    llama.turn(0, x.transpose(0, 1), 77)
+    llama.shift(0, x, 77)
+    llama.shift(0, x.transpose(0, 1), 77)
     assert torch.equal(x, before)
 
 
 def test_views_and_empty_rows(llama: RopeShift) -> None:
     x = torch.randn(2, 20, 8)
-    turned = llama.turn(0, x.transpose(0, 1), 77)
-    assert torch.equal(turned, llama.turn(0, x.transpose(0, 1).contiguous(), 77))
-    assert llama.turn(0, x[:, :0], 77).shape == (2, 0, 8)
+    shifted = llama.shift(0, x.transpose(0, 1), 77)
+    assert torch.equal(shifted, llama.shift(0, x.transpose(0, 1).contiguous(), 77))
+    assert llama.shift(0, x[:, :0], 77).shape == (2, 0, 8)
 
 
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 14, 30])
@@ -280,24 +282,24 @@ def test_pieces_join_where_they_were_cut(
     llama: RopeShift, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     x, by = torch.randn(length, 2, 8), torch.arange(length) * 997 - 5000
-    whole = [llama.turn(0, x, 300), llama.turn(0, x, by[:, None])]
+    whole = [llama.shift(0, x, 300), llama.shift(0, x, by[:, None])]
     monkeypatch.setattr(rope, "_PIECE", 7 * 2 * 8)
-    assert torch.equal(llama.turn(0, x, 300), whole[0])
-    assert torch.equal(llama.turn(0, x, by[:, None]), whole[1])
-    one_by_one = [llama.turn(0, row, int(place)) for row, place in zip(x, by, strict=True)]
+    assert torch.equal(llama.shift(0, x, 300), whole[0])
+    assert torch.equal(llama.shift(0, x, by[:, None]), whole[1])
+    one_by_one = [llama.shift(0, row, int(place)) for row, place in zip(x, by, strict=True)]
     assert torch.equal(torch.stack(one_by_one), whole[1])
     # One vector, one place per head, a place for all.
-    assert torch.equal(llama.turn(0, x[0, 0], 300), whole[0][0, 0])
+    assert torch.equal(llama.shift(0, x[0, 0], 300), whole[0][0, 0])
     heads = torch.tensor([300, -4000])
-    assert torch.equal(llama.turn(0, x, heads)[:, 0], whole[0][:, 0])
-    assert torch.equal(llama.turn(0, x, heads)[:, 1], llama.turn(0, x, -4000)[:, 1])
-    assert torch.equal(llama.turn(0, x, torch.tensor(300)), whole[0])
+    assert torch.equal(llama.shift(0, x, heads)[:, 0], whole[0][:, 0])
+    assert torch.equal(llama.shift(0, x, heads)[:, 1], llama.shift(0, x, -4000)[:, 1])
+    assert torch.equal(llama.shift(0, x, torch.tensor(300)), whole[0])
 
 
 def test_it_runs_where_the_vectors_are(llama: RopeShift) -> None:
     x = torch.empty(20, 2, 8, device="meta")
     for by in (77, torch.arange(20)[:, None]):
-        assert llama.turn(0, x, by).device.type == "meta"
+        assert llama.shift(0, x, by).device.type == "meta"
 
 
 def test_a_million_positions_keep_float32_exactness(llama: RopeShift) -> None:
@@ -306,7 +308,7 @@ def test_a_million_positions_keep_float32_exactness(llama: RopeShift) -> None:
     pairs = torch.complex(x[:, :4].double(), x[:, 4:].double())
     angle = 1_000_000 * llama.frequencies[0]
     exact = pairs * torch.polar(torch.ones_like(angle), angle)
-    found = llama.turn(0, x, 1_000_000)
+    found = llama.shift(0, x, 1_000_000)
     assert (found - torch.cat([exact.real, exact.imag], -1)).abs().max() < 2e-6
 
 
@@ -337,13 +339,13 @@ def test_turns_that_are_kept_are_those_that_are_computed(llama: RopeShift) -> No
     """Back, forth, further and far beyond what is kept, for all vectors in the same places too."""
 
     def one_by_one(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """So few turns are computed."""
-        return torch.stack([llama.turn(0, *one) for one in zip(x, by, strict=True)])
+        """So few rope_shift are computed."""
+        return torch.stack([llama.shift(0, *one) for one in zip(x, by, strict=True)])
 
     x = torch.randn(80, 3, 8)
     for most in (0, 100, 130, 300, 2000, 1_000_000, 50):
         for sign in (1, -1):
             by = sign * torch.randint(0, most + 1, (80, 3))
-            assert torch.equal(llama.turn(0, x, by), one_by_one(x, by))
+            assert torch.equal(llama.shift(0, x, by), one_by_one(x, by))
             half = x.bfloat16()
-            assert torch.equal(llama.turn(0, half, by[:, :1]), one_by_one(half, by[:, :1]))
+            assert torch.equal(llama.shift(0, half, by[:, :1]), one_by_one(half, by[:, :1]))

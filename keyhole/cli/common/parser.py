@@ -46,8 +46,8 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
     try:
         found = _parsed(Path(path))
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{flag} {path!r} cannot be read: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{flag} {path!r} cannot be read: {reason}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigError(
             f"{flag} {path!r} must be a table of commands and flags with their values"

@@ -112,7 +112,7 @@ class Loader:
         if self._context.reuse.shifts_rope:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
-            key = self._rope_shift.turn(layer, kernels.dequantised(key), by[:, None])
+            key = self._rope_shift.shift(layer, kernels.dequantised(key), by[:, None])
         slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)

@@ -57,15 +57,15 @@ class PlacedFacts:
             offsets = np.asarray(self._offsets, np.int64)
             by = torch.from_numpy(np.repeat(offsets, counts))[:, None]
 
-            def turned(parts: list[Tensor]) -> tuple[Tensor, ...]:
+            def shifted(parts: list[Tensor]) -> tuple[Tensor, ...]:
                 joined = torch.cat([part.float() for part in parts])
                 if self._shift is not None:
-                    joined = self._shift.turn(layer, joined, by)
+                    joined = self._shift.shift(layer, joined, by)
                 return tuple(joined.split(counts))
 
-            keys = turned([facts.block_keys for facts in stored])
-            queries = turned([facts.block_queries for facts in stored])
-            representatives = turned([facts.representative_keys for facts in stored])
+            keys = shifted([facts.block_keys for facts in stored])
+            queries = shifted([facts.block_queries for facts in stored])
+            representatives = shifted([facts.representative_keys for facts in stored])
             self._known[layer] = [
                 LayerFacts(
                     block_keys=keys[i],
@@ -83,14 +83,14 @@ class PlacedFacts:
         return self.read(layer)[index]
 
     def _extremes_of(self, index: int, layer: int) -> Tensor:
-        """Extreme keys of a document in a layer, turned; what is stored is read at once."""
+        """Extreme keys of a document in a layer, shifted; what is stored is read at once."""
         if index not in self._extremes:
             self._extremes[index] = self._documents[index].extreme_keys()
         # Turned ones are not kept: they are used once, and those of all layers would be many.
         stored = self._extremes[index][layer].float()
         if self._shift is None:
             return stored
-        return self._shift.turn(layer, stored, self._offsets[index])
+        return self._shift.shift(layer, stored, self._offsets[index])
 
 
 class _Lazy(Sequence[_T]):

@@ -298,8 +298,8 @@ class AttentionSuite:
         except KeyholeError as error:
             known = {"weights": weights, "length": cell.length, "budget": cell.budget}
             unequal = isinstance(error, UnequalTermsError)
-            told = {"method": cell.label, "error": str(error), "unequal": unequal}
-            outcome.refused.append(known | told)
+            refusal = {"method": cell.label, "error": str(error), "unequal": unequal}
+            outcome.refused.append(known | refusal)
             return
         finally:
             gc.collect()  # engine and scheduler refer to each other

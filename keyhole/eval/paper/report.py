@@ -46,7 +46,7 @@ def recommended(outcome: PaperOutcome, about: dict[str, Any], num_layers: int) -
         "verdict": "no method to use" if found is None else found.verdict,
         "why": "" if found is None else found.why,
         "length": None if tried is None else tried.line["length"],
-        "verdicts": {one.label: told(one) for one in outcome.policies},
+        "verdicts": {one.label: verdict_fields(one) for one in outcome.policies},
         "reuse_verdicts": {
             one.name: {"verdict": one.judged.verdict, "why": one.judged.why}
             for one in outcome.reuses
@@ -63,7 +63,7 @@ def recommended(outcome: PaperOutcome, about: dict[str, Any], num_layers: int) -
     )
 
 
-def told(one: MethodVerdict) -> dict[str, Any]:
+def verdict_fields(one: MethodVerdict) -> dict[str, Any]:
     """A policy's verdict, for the file."""
     if one.found is None:
         return {"verdict": REFUSED, "why": "; ".join(one.refused), "token_budget": None}

@@ -215,7 +215,7 @@ def seconds_of_question(speed: Speed, sample: Sample, methods: int) -> float:
 
 def estimate_text(parts: Sequence[PartEstimate]) -> str:
     """One line for people: what will be measured, what is stored, and how long the rest takes."""
-    told = [
+    times = [
         f"{part.name}: {part.number:,} {part.unit}{'s' * (part.number != 1)}, "
         f"{part.stored:,} stored"
         + (f", the rest at most {duration(part.seconds)}" if part.stored < part.number else "")
@@ -223,7 +223,7 @@ def estimate_text(parts: Sequence[PartEstimate]) -> str:
         if part.number
     ]
     left = sum(part.seconds for part in parts)
-    return f"{'; '.join(told)}. Altogether at most about {duration(left)}."
+    return f"{'; '.join(times)}. Altogether at most about {duration(left)}."
 
 
 def duration(seconds: float) -> str:

@@ -178,16 +178,16 @@ def _verdict(
                 f"{reference} itself is right in at most {100 * best:.0f} % anywhere",
             )
         return CANNOT_TELL, f"{control} is within 5 points of {reference} everywhere"
-    told = f"loses {loss.text} points to {reference}, gains {gained.text} over {control}"
+    summary = f"loses {loss.text} points to {reference}, gains {gained.text} over {control}"
     if loss.high <= LOSS and gained.low > 0:
-        return USE_IT, told
+        return USE_IT, summary
     if gained.low <= 0 and gained.high <= TELLING:
-        return NO_BETTER, told
+        return NO_BETTER, summary
     if loss.low > LOSS:
-        return LOSES, told
+        return LOSES, summary
     return (
         CANNOT_TELL,
-        f"{told}: {loss.samples} samples are too few, or the true value is at the limit",
+        f"{summary}: {loss.samples} samples are too few, or the true value is at the limit",
     )
 
 

@@ -20,7 +20,7 @@ from keyhole.eval.line_file import GATE, QUESTIONS, Line
 from keyhole.eval.methods import CONTROL, TERMS
 from keyhole.eval.report.plot_style import NOTHING
 from keyhole.eval.settings import FORCED
-from keyhole.eval.tasks import Told, task_name, told
+from keyhole.eval.tasks import ChangedSettings, changed_settings, task_name
 
 UNNAMED = "unnamed"
 #: Settings that are the budget, which has its own column.
@@ -40,7 +40,7 @@ class EvalSetting:
     task: str
     setup: str
     length: int
-    settings: Told = ()
+    settings: ChangedSettings = ()
     terms: str = ""
 
     @property
@@ -237,7 +237,7 @@ def _cell(line: Line) -> Cell:
             task=task,
             setup=words(line.get("setup")),
             length=int(number(line.get("length")) or 0),
-            settings=told(task, asked) if isinstance(asked, dict) else (),
+            settings=changed_settings(task, asked) if isinstance(asked, dict) else (),
             terms=words(line.get(TERMS)),
         ),
         policy=policy,
@@ -277,8 +277,8 @@ def _telling_settings(found: Sequence[Cell]) -> dict[str, list[str]]:
 
 
 def _named(cell: Cell, telling: Sequence[str]) -> Cell:
-    told = [f"{key} {cell.settings[key]}" for key in telling if cell.settings.get(key) is not None]
-    return dataclasses.replace(cell, name=", ".join([cell.policy, *told]))
+    shown = [f"{key} {cell.settings[key]}" for key in telling if cell.settings.get(key) is not None]
+    return dataclasses.replace(cell, name=", ".join([cell.policy, *shown]))
 
 
 @dataclass(eq=False)
@@ -308,11 +308,11 @@ class Run:
     @property
     def where(self) -> str:
         """The machine in words; unknown fields come last, by name."""
-        told = dict(self.machine)
-        if told.get("device") == "cpu" and "cpu" in told:
-            del told["device"]
-        parts = [text.format(told.pop(key)) for key, text in _MACHINE.items() if key in told] + [
-            f"{key} {value}" for key, value in told.items()
+        rest = dict(self.machine)
+        if rest.get("device") == "cpu" and "cpu" in rest:
+            del rest["device"]
+        parts = [text.format(rest.pop(key)) for key, text in _MACHINE.items() if key in rest] + [
+            f"{key} {value}" for key, value in rest.items()
         ]
         return ", ".join(parts) or NOTHING
 
@@ -335,8 +335,8 @@ def runs_of(lines: Sequence[Line]) -> tuple[list[Run], list[Run]]:
         machine.pop("load_average", None)
         command, commit, note = (words(line.get(key)) for key in ("command", "commit", "note"))
         new = Run(len(found) + 1, command, commit, note, machine, versions)
-        said = [command, commit, note, machine, versions]
-        run = found.setdefault(json.dumps(said, sort_keys=True, default=str), new)
+        identity = [command, commit, note, machine, versions]
+        run = found.setdefault(json.dumps(identity, sort_keys=True, default=str), new)
         run.lines += 1
         if date := words(line.get("date")):
             run.dates.append(date)
@@ -363,4 +363,4 @@ def settings_by_name(cells: Sequence[Cell]) -> dict[str, list[str]]:
 def _dictionary(value: object) -> dict[str, Any]:
     """The items of a dictionary that are not None; {} for other values."""
     found = value.items() if isinstance(value, dict) else ()
-    return {key: said for key, said in found if said is not None}
+    return {key: value for key, value in found if value is not None}

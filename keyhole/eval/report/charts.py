@@ -51,10 +51,10 @@ class Point:
         """The point in words."""
         low_high = "" if self.interval is None else " ({:.0%} to {:.0%})".format(*self.interval)
         read = bytes_text(self.bytes_per_step)
-        said = f"{self.score:.1%}{low_high}"
+        score = f"{self.score:.1%}{low_high}"
         if self.cell.place.is_perplexity:
-            said = f"perplexity {1 / self.score:.2f}" if self.score else "no perplexity"
-        return f"{self.cell.label}: {said}, {read} a step"
+            score = f"perplexity {1 / self.score:.2f}" if self.score else "no perplexity"
+        return f"{self.cell.label}: {score}, {read} a step"
 
 
 def points(cells: Sequence[Cell]) -> dict[str, list[Point]]:

@@ -110,8 +110,8 @@ def pareto_pictures(found: Sequence[Cell], studio: Studio) -> list[Picture]:
         if not by_name:
             continue
         title = place_name(at, by_place)
-        said = "; ".join(point.text for points in by_name.values() for point in points)
-        label = f"Score against bytes read per decode step, {title}. {said}."
+        description = "; ".join(point.text for points in by_name.values() for point in points)
+        label = f"Score against bytes read per decode step, {title}. {description}."
         draw = functools.partial(charts.draw_pareto, cells=own, style=studio.style)
         pictures.append(studio.picture(title, _PARETO, label, draw))
     return pictures
@@ -152,13 +152,13 @@ def needle_pictures(found: Sequence[Cell], studio: Studio) -> dict[str, dict[str
             axis.set_xlabel("tokens of the text")
             axis.set_ylabel("depth", color=FAINT)
 
-        said = (
+        description = (
             f"Score in percent by depth (rows) and length, {task}, {own[0].label}: {_said(grid)}."
         )
         size, look = charts.needle_size(grid), studio.style[name]
         row = f"Budget of {budget:,} tokens" if budget else "Without a budget"
         of_task = pictures.setdefault(task, {})
-        of_task.setdefault(row, []).append(studio.picture(name, size, said, draw, look=look))
+        of_task.setdefault(row, []).append(studio.picture(name, size, description, draw, look=look))
     return pictures
 
 

@@ -33,17 +33,15 @@ class Column:
     best: Callable[[Iterable[float]], float] | None = None
 
 
-def _read(form: str = "{}", factor: int = 1, best: str = "", **said: Any) -> Column:
+def _read(form: str = "{}", factor: int = 1, best: str = "", **fields: Any) -> Column:
     """A column of `columns.toml`."""
     ends = {"max": max, "min": min}
-    return Column(text=lambda value: form.format(factor * value), best=ends.get(best), **said)
+    return Column(text=lambda value: form.format(factor * value), best=ends.get(best), **fields)
 
 
+_COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 SCORE, PERPLEXITY, RECENT, RANDOM, ORACLE, GAIN, *_ = COLUMNS = [
-    _read(**said)
-    for said in tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))[
-        "column"
-    ]
+    _read(**fields) for fields in _COLUMNS["column"]
 ]
 
 

@@ -38,13 +38,13 @@ __all__ = [
     "Sample",
     "Task",
     "answered",
+    "changed_settings",
     "make_task",
     "names",
     "parse",
     "task_name",
     "tasks",
     "token_counter",
-    "told",
 ]
 
 _RULER = (*NIAH, VT, CWE, FWE, *QA)
@@ -152,10 +152,10 @@ def _task(spec: Spec) -> Task | str:
 
 
 #: Names and values, as text, of settings that differ from their defaults.
-Told = tuple[tuple[str, str], ...]
+ChangedSettings = tuple[tuple[str, str], ...]
 
 
-def told(task: str, settings: Mapping[str, Any]) -> Told:
+def changed_settings(task: str, settings: Mapping[str, Any]) -> ChangedSettings:
     """The settings of a line that are neither None nor the task's defaults."""
     known = tasks().get(task)
     usual = {f.name: f.default for f in dataclasses.fields(known)} if known is not None else {}

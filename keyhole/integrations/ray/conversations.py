@@ -28,16 +28,16 @@ class Conversations:
 
 
 class SharedHistory(History):
-    """A replica's history; `told` has the entries that other replicas do not know yet."""
+    """A replica's history; `unshared` has the entries that other replicas do not know yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[str, _Kept] = {}
+        self.unshared: dict[str, _Kept] = {}
 
     def add(self, name: str, key: str, messages: list[dict[str, Any]]) -> None:
-        """Adds an entry here and in `told`, from which the replica sends it to the others."""
+        """Adds an entry here and in `unshared`, from which the replica sends it to the others."""
         super().add(name, key, messages)
-        self.told[name] = key, messages
+        self.unshared[name] = key, messages
 
     def learn(self, name: str, kept: _Kept) -> None:
         """Adds an entry from another replica."""

@@ -138,8 +138,8 @@ class ForwardedAnswer:
     def _last_event(self, error: ApiError) -> bytes:
         if self._path != "/v1/responses":
             return f"data: {json.dumps(error.body)}\n\n".encode()
-        told = {"type": "error", **error.body["error"]}
-        return f"event: error\ndata: {json.dumps(told)}\n\n".encode()
+        event = {"type": "error", **error.body["error"]}
+        return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
 
 def _error(status: int, message: str, code: str, kind: str = "server_error") -> ApiError:

@@ -145,8 +145,8 @@ class Replica:
 
     async def _tell(self) -> None:
         """Shares new responses with the other replicas before the clients receive them."""
-        while self._history.told:
-            name, kept = self._history.told.popitem()
+        while self._history.unshared:
+            name, kept = self._history.unshared.popitem()
             await self._conversations.put.remote(name, kept)
 
 

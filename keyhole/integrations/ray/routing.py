@@ -80,13 +80,13 @@ def _start(prompt: Any) -> Any:
 
 def _opening(messages: Sequence[Any]) -> str:
     """The messages up to the user's first one, which all turns of a conversation share."""
-    said = []
+    opening = []
     for message in messages:
         if isinstance(message, dict):
-            said.append([message.get("role"), message.get("content")])
+            opening.append([message.get("role"), message.get("content")])
             if message.get("role") == "user":
                 break
-    return json.dumps(said, ensure_ascii=False)[:_CHARACTERS]
+    return json.dumps(opening, ensure_ascii=False)[:_CHARACTERS]
 
 
 class AffinityRouter(RequestRouter):

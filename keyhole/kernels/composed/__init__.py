@@ -18,6 +18,7 @@ from keyhole.kernels.composed.clusters import (
     form_clusters,
 )
 from keyhole.kernels.composed.low_rank import (
+    Rotation,
     chunk_landmarks,
     chunk_scores,
     decompose,
@@ -31,7 +32,6 @@ from keyhole.kernels.composed.observation import (
     read_kept,
     redundancy_scores,
 )
-from keyhole.kernels.composed.rotation import Rotation
 from keyhole.kernels.composed.selections import (
     attend_and_score_chosen,
     drop_oldest,

@@ -6,13 +6,13 @@ Plain PyTorch; on a CPU our C++ extension computes the attention.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
-from keyhole.kernels.composed.rotation import Rotation
 from keyhole.kernels.operations import attend, shift_rope, summary_scores
 from keyhole.kernels.selection import LowRank, PagedQuery, Selection
 
@@ -117,7 +117,7 @@ def decompose(
     int64 [M], the sequence's pages in order. Returns the basis, float32 [rank, Hkv, D].
     """
     size, token = coefficients.shape[1], torch.arange(length, device=pages.device)
-    keys = rotation.turn(reference.gather_tokens(key_pages, pages, token), -token[:, None])
+    keys = rotation.shift(reference.gather_tokens(key_pages, pages, token), -token[:, None])
     numbers, basis = truncated_svd(keys.flatten(1), coefficients.shape[2])
     coefficients[pages[token // size], token % size] = numbers.to(coefficients.dtype)
     return basis.view(-1, *keys.shape[1:])
@@ -176,3 +176,17 @@ def _gathered(pages_of: Tensor, page_table: Tensor, tokens: Tensor) -> Tensor:
     head = torch.arange(heads, device=tokens.device)[:, None] * head_step
     numbers = page * page_step + head + tokens % size * token_step
     return lines.index_select(0, numbers.flatten()).view(*tokens.shape, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """How keys of a layer shift: frequencies and last as in `shift_rope`; None: they do not."""
+
+    frequencies: Tensor | None
+    last: bool = False
+
+    def shift(self, x: Tensor, by: Tensor) -> Tensor:
+        """Keys [..., D], rotated at any positions p, as they are at p + by, int64."""
+        if self.frequencies is None:
+            return x
+        return shift_rope(x, by, self.frequencies, self.last)

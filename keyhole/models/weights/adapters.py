@@ -135,10 +135,10 @@ def _adapted(network: Any, adapter: Path, base: str) -> Any:
     except ModelError:
         raise
     except Exception as error:  # peft, safetensors, the file system
-        told = (str(error).strip().splitlines() or ["no message"])[0]
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ModelError(
             f"the adapter {str(adapter)!r} does not fit the model {base!r}: "
-            f"{type(error).__name__}: {told}; name its own base as base_model_name_or_path in its "
+            f"{type(error).__name__}: {reason}; name its own base as base_model_name_or_path in its "
             "adapter_config.json"
         ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]

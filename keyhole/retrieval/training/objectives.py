@@ -312,11 +312,11 @@ def selection_loss(
     gates = log_gates(best(logs, len(targets.mass)), rows, budget, FIRST, window(budget), heat)
     found, wanted = soft_selection_logits(network, targets, gates)[:-1], targets.logits[:-1, 0]
     follows = targets.token_ids[rows[1:], None]
-    said = wanted.softmax(-1).gather(-1, follows).squeeze(-1)
+    likelihood = wanted.softmax(-1).gather(-1, follows).squeeze(-1)
     tilt = torch.zeros_like(wanted).scatter_(-1, follows, -TILT)
     found, wanted = ((logits + tilt).log_softmax(-1) for logits in (found, wanted))
     divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
-    mean = (said * divergence).sum() / said.sum().clamp_min(1e-9)
+    mean = (likelihood * divergence).sum() / likelihood.sum().clamp_min(1e-9)
     return mean + ATTENTION * mass_divergence(logs, targets), logs
 
 

@@ -67,8 +67,8 @@ class Reply:
             if self.splitter.is_inside or any(is_reasoning for is_reasoning, _ in parts):
                 self.reasoning_tokens += len(piece.token_ids)
         events: list[Event] = [Reasoning(text) for is_reasoning, text in parts if is_reasoning]
-        said = "".join(text for is_reasoning, text in parts if not is_reasoning)
-        events += [said] if self.parser is None else self.parser.feed(said, final=final)
+        answer = "".join(text for is_reasoning, text in parts if not is_reasoning)
+        events += [answer] if self.parser is None else self.parser.feed(answer, final=final)
         found = [event for event in events if event != ""]
         for event in found:
             self._take(event)

@@ -322,8 +322,8 @@ class XmlToolCallParser:
         if found is not None:
             self._left, self._given = start[found.end() :], self._given + 1
             value = json.dumps(_typed(found[2], self._types.get(found[1])), ensure_ascii=False)
-            said = f"{', ' if self._given > 1 else '{'}{json.dumps(found[1])}: {value}"
-            return [CallArguments(self._count - 1, said)]
+            part = f"{', ' if self._given > 1 else '{'}{json.dumps(found[1])}: {value}"
+            return [CallArguments(self._count - 1, part)]
         if start.startswith(_END):
             self._left, self._state = start[len(_END) :], self._between
             return [CallArguments(self._count - 1, "}" if self._given else "{}")]

@@ -73,8 +73,8 @@ def _converted(filename: str, ending: str, data: bytes) -> str:
     try:
         text = converter.convert_stream(io.BytesIO(data), stream_info=kind).text_content
     except Exception as error:  # parsers raise many types for a broken file
-        said = str(error).strip().splitlines()
-        reason = said[-1] if said else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[-1] if lines else type(error).__name__
         raise ApiError(400, f"{filename!r} cannot be read: {reason}", param="file") from error
     if not text.strip():
         raise ApiError(400, f"{filename!r} has no text, such as a scan", param="file")

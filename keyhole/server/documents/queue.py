@@ -143,8 +143,8 @@ class DocumentQueue:
         return info
 
     def _fail(self, job: Job, error: Exception) -> None:
-        told = api_error(error)
-        if told.status == 500:
+        failure = api_error(error)
+        if failure.status == 500:
             logger.error("a document could not be encoded", exc_info=error)
         with self._guard:
             self._jobs.popleft()
@@ -153,4 +153,4 @@ class DocumentQueue:
                 self._failed[job.name] = job
                 while len(self._failed) > _MOST_FAILED:
                     del self._failed[next(iter(self._failed))]
-        job.result.set_exception(told)
+        job.result.set_exception(failure)

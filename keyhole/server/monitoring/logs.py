@@ -67,8 +67,8 @@ def answered(record: RequestRecord, status: int, seconds: float) -> None:
     """Writes the line of a request."""
     fields = record.fields(status, seconds)
     # Quoted as JSON, so that no path or id can begin a new line.
-    said = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
-    logger.info("%s", said, extra={"request": fields})
+    line = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
+    logger.info("%s", line, extra={"request": fields})
 
 
 class JsonFormatter(logging.Formatter):

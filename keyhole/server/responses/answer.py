@@ -67,9 +67,9 @@ class ResponseAnswer:
     ) -> list[dict[str, Any]]:
         """The events after the last piece, always with the usage."""
         status = _status(results[0])
-        said = self._writer.close(status)
+        closing = self._writer.close(status)
         self.done(self.id, self.reply)
-        return [*said, {"type": f"response.{status}", "response": self._shown(status, results)}]
+        return [*closing, {"type": f"response.{status}", "response": self._shown(status, results)}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The event that ends a stream with an error."""
@@ -79,11 +79,11 @@ class ResponseAnswer:
         shown["error"] = {"code": found["code"] or found["type"], "message": found["message"]}
         return {"type": "response.failed", "response": shown}
 
-    def frame(self, said: dict[str, Any]) -> bytes:
+    def frame(self, event: dict[str, Any]) -> bytes:
         """An event, with its number."""
-        numbered = {**said, "sequence_number": self._count}
+        numbered = {**event, "sequence_number": self._count}
         self._count += 1
-        return b"event: %b\ndata: %b\n\n" % (said["type"].encode(), to_json(numbered))
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(numbered))
 
     @property
     def end(self) -> bytes:
@@ -170,10 +170,10 @@ class OutputItem:
 
     def part(self, text: str | None = None) -> dict[str, Any]:
         """Its only part; text: replaces its own."""
-        said = self.text if text is None else text
+        shown = self.text if text is None else text
         if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": said}
-        return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+            return {"type": "reasoning_text", "text": shown}
+        return {"type": "output_text", "text": shown, "annotations": [], "logprobs": []}
 
 
 class ItemWriter:
@@ -185,20 +185,20 @@ class ItemWriter:
 
     def take(self, events: list[Event]) -> list[dict[str, Any]]:
         """The stream events of these parts."""
-        said: list[dict[str, Any]] = []
+        sent: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, CallBegin):
                 call_id = self._reply.calls[event.index].id
-                said += self._open(OutputItem("function_call", call_id, event.name))
+                sent += self._open(OutputItem("function_call", call_id, event.name))
             elif isinstance(event, CallArguments):
-                said += self._write(event.text)
+                sent += self._write(event.text)
             else:
                 is_reasoning = isinstance(event, Reasoning)
                 kind = "reasoning" if is_reasoning else "message"
                 if not self.items or self.items[-1].kind != kind:
-                    said += self._open(OutputItem(kind))
-                said += self._write(event.text if isinstance(event, Reasoning) else event)
-        return said
+                    sent += self._open(OutputItem(kind))
+                sent += self._write(event.text if isinstance(event, Reasoning) else event)
+        return sent
 
     def close(self, status: str) -> list[dict[str, Any]]:
         """The end of the last item; status: "completed" or "incomplete"."""
@@ -206,28 +206,28 @@ class ItemWriter:
             return []
         item = self.items[-1]
         item.status = status
-        said: list[dict[str, Any]] = []
+        sent: list[dict[str, Any]] = []
         if item.kind == "function_call":
             done: dict[str, Any] = {"arguments": item.text, "name": item.name}
         else:
             done = {"text": item.text, "content_index": 0}
         if item.kind == "message":
             done["logprobs"] = []
-        said.append(self._event(f"{_EVENTS[item.kind]}.done", **done))
+        sent.append(self._event(f"{_EVENTS[item.kind]}.done", **done))
         if item.kind != "function_call":
-            said.append(
+            sent.append(
                 self._event("response.content_part.done", content_index=0, part=item.part())
             )
-        return [*said, self._of_item("response.output_item.done", item)]
+        return [*sent, self._of_item("response.output_item.done", item)]
 
     def _open(self, item: OutputItem) -> list[dict[str, Any]]:
-        said = self.close("completed")
+        sent = self.close("completed")
         self.items.append(item)
-        said.append(self._of_item("response.output_item.added", item))
+        sent.append(self._of_item("response.output_item.added", item))
         if item.kind != "function_call":
             part = item.part("")
-            said.append(self._event("response.content_part.added", content_index=0, part=part))
-        return said
+            sent.append(self._event("response.content_part.added", content_index=0, part=part))
+        return sent
 
     def _write(self, text: str) -> list[dict[str, Any]]:
         item = self.items[-1]

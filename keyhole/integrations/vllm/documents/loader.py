@@ -136,7 +136,7 @@ class DocumentLoader:
         keys, values = document.rows(number, start, stop)
         assert values is not None, "models with latent attention are refused"
         layer, heads = self._layers[number], self._heads[number]
-        key = self._shift.turn(number, keys[:, heads].to(self._device), by).contiguous()
+        key = self._shift.shift(number, keys[:, heads].to(self._device), by).contiguous()
         value = values[:, heads].to(self._device).contiguous()
         layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
