@@ -63,8 +63,9 @@ from keyhole.retrieval.head import RetrievalHead
 
 OUTPUT = benchmarks.results() / "million.jsonl"
 BUNDLED = "bundled"
-#: Bytes for weights, keys, values and a step: at a million tokens most layers do not fit.
-TOTAL_MEMORY = {BUNDLED: 640 << 20, "llama-3.2-1b": 8 << 30}
+#: Bytes for weights, keys, values and a step: at a million tokens most layers do not fit. Lists of
+#: token ids and the index of cached pages, which no plan counts, take 60 MB at a million tokens.
+TOTAL_MEMORY = {BUNDLED: 1280 << 20, "llama-3.2-1b": 8 << 30}
 #: The share by which the limit exceeds the plan, and by which the peak may.
 TOLERANCE = 0.05
 _LENGTHS = (8192, 65536, 262144, 1048576)
