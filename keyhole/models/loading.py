@@ -161,8 +161,8 @@ def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool)
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
-            f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of another "
-            f"shape, the first is {missing[0]}"
+            f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of "
+            f"another shape, the first is {missing[0]}"
         )
     return network
 

@@ -170,12 +170,10 @@ class TinyNeedle(TinyTask):
         def write(words: int) -> Written:
             rng = self.random(length, seed)
             world = " ".join(write_world(rng, words, density=self.density).words)
-            mentioned = {*world.split()}
-            name = rng.choice([name for name in NAMES if name not in mentioned])
+            used = {*world.split()}
+            name = rng.choice([name for name in NAMES if name not in used])
             # If all numbers are taken, the number may occur in another fact, too.
-            number = rng.choice(
-                [number for number in NUMBERS if number not in mentioned] or NUMBERS
-            )
+            number = rng.choice([number for number in NUMBERS if number not in used] or NUMBERS)
             needle = f"{name} keeps {number} ."
             sentences = [f"{part.strip()} ." for part in world.split(" .") if part.strip()]
             return Written(

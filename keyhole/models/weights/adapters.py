@@ -138,8 +138,8 @@ def _adapted(network: Any, adapter: Path, base: str) -> Any:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ModelError(
             f"the adapter {str(adapter)!r} does not fit the model {base!r}: "
-            f"{type(error).__name__}: {reason}; name its own base as base_model_name_or_path in its "
-            "adapter_config.json"
+            f"{type(error).__name__}: {reason}; name its own base as base_model_name_or_path in "
+            "its adapter_config.json"
         ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)
