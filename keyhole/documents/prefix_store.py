@@ -84,8 +84,8 @@ class PrefixStore:
         reader = self._place.reader(path)
         try:
             text, spans, start = read_sealed(reader, (_FORMAT, _VERSION))
-            found = (text.get("digest"), json.loads(text.get("fingerprint", "null")))
-            if found != (digest.hex(), json.loads(self._fingerprint)):
+            identity = (text.get("digest"), json.loads(text.get("fingerprint", "null")))
+            if identity != (digest.hex(), json.loads(self._fingerprint)):
                 raise RecordError("damaged", "it is of other tokens or another model", "its own")
             data = reader.read([(start, reader.size)])[0]
         finally:
