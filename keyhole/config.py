@@ -56,7 +56,7 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
 
 def is_size(field: dataclasses.Field[Any]) -> bool:
     """Whether a setting is a size in bytes."""
-    return field.name.endswith("memory")
+    return field.name.endswith(("memory", "_bytes"))
 
 
 def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:
@@ -338,6 +338,12 @@ class EngineConfig:
         "what the tokens of long prompts read, such as xattention:mass=0.95; None: everything",
     )
     prefix_cache: bool = setting(True, "compute a shared prefix once")
+    prefix_store: str | None = setting(
+        None, "folder in which the starts of prompts survive a restart; None: they do not"
+    )
+    prefix_store_bytes: int | None = setting(
+        None, "the most that they may take there; None: no limit"
+    )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
         None, "instead of memory: bytes for weights, KV cache and what a step computes with"
@@ -383,7 +389,17 @@ class EngineConfig:
                 f"draft {self.draft!r} cannot be used with offload=: the buffers of offloaded "
                 "layers hold one token of a request; leave one of them out"
             )
-        for name in ("memory", "total_memory", "max_length"):
+        if self.prefix_store is not None and not self.prefix_cache:
+            raise ConfigError(
+                f"prefix_store {self.prefix_store!r} belongs to the prefix cache, which is off; "
+                "leave one of the two settings out"
+            )
+        if self.prefix_store is not None and self.drafts_by_model:
+            raise ConfigError(
+                f"prefix_store {self.prefix_store!r} cannot be used with draft {self.draft!r}: the "
+                "keys and values of the draft are not stored; leave one of them out"
+            )
+        for name in ("memory", "total_memory", "max_length", "prefix_store_bytes"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
         share = self.max_prefill_share

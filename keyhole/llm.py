@@ -74,7 +74,10 @@ class LLM:
         prefill_policy: What the tokens of long prompts read, such as "xattention:mass=0.95": blocks
             of keys that hold this share of the attention, by estimate. Prompts are then not exact.
             None: everything.
-        prefix_cache: Whether the start that prompts share is computed only once.
+        prefix_cache: Whether the start that prompts share is computed only once; a folder in which
+            it survives a restart.
+        prefix_store: The same folder, where a setting has no two types.
+        prefix_store_bytes: The most bytes that starts of prompts may take in that folder.
         graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
         max_length: Most tokens of a sequence; by default the model's limit.
         draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
@@ -111,7 +114,9 @@ class LLM:
         page_size: int = EngineConfig.page_size,
         prefill_chunk: int = EngineConfig.prefill_chunk,
         prefill_policy: str | None = None,
-        prefix_cache: bool = EngineConfig.prefix_cache,
+        prefix_cache: bool | str | Path = EngineConfig.prefix_cache,
+        prefix_store: str | Path | None = None,
+        prefix_store_bytes: int | str | None = None,
         max_prefill_share: float = EngineConfig.max_prefill_share,
         graphs: bool = EngineConfig.graphs,
         max_length: int | None = None,
@@ -123,12 +128,16 @@ class LLM:
         documents_check: str = "open",
     ) -> None:
         require_check(documents_check, "documents_check")
+        if not isinstance(prefix_cache, bool):
+            prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
             max_batch=max_batch,
             page_size=page_size,
             prefill_chunk=prefill_chunk,
             prefill_policy=prefill_policy,
             prefix_cache=prefix_cache,
+            prefix_store=None if prefix_store is None else str(prefix_store),
+            prefix_store_bytes=_bytes(prefix_store_bytes, "prefix_store_bytes"),
             max_prefill_share=max_prefill_share,
             memory=_bytes(memory, "memory"),
             total_memory=_bytes(total_memory, "total_memory"),

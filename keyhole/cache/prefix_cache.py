@@ -52,7 +52,7 @@ class PrefixIndex:
         size = self._cache.page_size
         found: list[tuple[int, bool, int]] = []
         digests: list[bytes] = []
-        for digest in _digests(tokens, size, group):
+        for digest in prefix_digests(tokens, size, group):
             page, exact, maker, insertion = self._pages.get(digest, (-1, False, None, 0))
             if page < 0 or not (exact or (approximate and maker == by)):
                 break
@@ -80,7 +80,7 @@ class PrefixIndex:
     ) -> None:
         """Inserts the full pages of `tokens`; tokens from `num_exact` on are approximate."""
         size = self._cache.page_size
-        digests = list(_digests(tokens, size, group))[: len(pages)]
+        digests = list(prefix_digests(tokens, size, group))[: len(pages)]
         insertion = next(self._insertions)
         for i, (digest, page) in enumerate(zip(digests, pages, strict=False)):
             exact = (i + 1) * size <= num_exact
@@ -130,7 +130,8 @@ class PrefixIndex:
             self._pages.move_to_end(digest)
 
 
-def _digests(tokens: Sequence[int], page_size: int, group: bytes) -> Iterator[bytes]:
+def prefix_digests(tokens: Sequence[int], page_size: int, group: bytes = b"") -> Iterator[bytes]:
+    """For each full page of tokens a digest of all tokens up to its end, and of the group."""
     digest = group
     array = np.asarray(tokens, dtype=np.int64)
     for start in range(0, len(array) - page_size + 1, page_size):

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -304,16 +304,6 @@ def serialise(
         if key.rpartition(".")[2] in _ROWS
     }
     tensors = {"token_ids": stored.pop("token_ids")} | checksums | stored
-    pieces = {key: x.view(-1).view(torch.uint8).numpy().data for key, x in tensors.items()}
-    header: dict[str, Any] = {}
-    end = 0
-    for key, x in tensors.items():
-        header[key] = {
-            "dtype": _NAMES[str(x.dtype)],
-            "shape": list(x.shape),
-            "data_offsets": [end, end + x.nbytes],
-        }
-        end += x.nbytes
     text = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -324,8 +314,27 @@ def serialise(
         "statistics": _STATISTICS,
         "created": repr(created),
         "fingerprint": canonical(dict(fingerprint)).decode(),
-        "digests": canonical({key: sha256(piece) for key, piece in pieces.items()}).decode(),
     }
+    return sealed_file(tensors, text)
+
+
+def sealed_file(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> list[memoryview]:
+    """A safetensors file in pieces, whose header has these strings, digests of all, and a seal.
+
+    tensors: on the CPU and contiguous; they are not copied.
+    """
+    pieces = {key: x.view(-1).view(torch.uint8).numpy().data for key, x in tensors.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for key, x in tensors.items():
+        header[key] = {
+            "dtype": _NAMES[str(x.dtype)],
+            "shape": list(x.shape),
+            "data_offsets": [end, end + x.nbytes],
+        }
+        end += x.nbytes
+    digests = {key: sha256(piece) for key, piece in pieces.items()}
+    text = {**text, "digests": canonical(digests).decode()}
     # The seal is one of the metadata strings, and covers the tensors' places, too.
     text["sha256"] = seal({**header, "__metadata__": text})["sha256"]
     line = canonical({**header, "__metadata__": text})
@@ -367,6 +376,28 @@ def read_header(reader: StorageReader) -> RecordHeader:
 
     The caller checks that the record belongs to the right text and model.
     """
+    text, spans, data_start = read_sealed(reader, (_FORMAT, _VERSION))
+    return RecordHeader(
+        name=text["name"],
+        digest=text["digest"],
+        block_size=int(text["block_size"]),
+        num_layers=int(text["num_layers"]),
+        created=float(text["created"]),
+        fingerprint=json.loads(text["fingerprint"]),
+        spans=spans,
+        data_start=data_start,
+        rows_start=spans["layers.0.keys"].start,
+        statistics=text.get("statistics", "1"),
+    )
+
+
+def read_sealed(
+    reader: StorageReader, kind: tuple[str, str]
+) -> tuple[dict[str, str], dict[str, Span], int]:
+    """What `sealed_file` wrote: the strings, the tensors' places, and where these begin.
+
+    kind: "format" and "version" of the strings. RecordError "damaged" for any other file.
+    """
     line = _header_line(reader)
     try:
         header: dict[str, Any] = json.loads(line)
@@ -376,8 +407,8 @@ def read_header(reader: StorageReader) -> RecordHeader:
         sealed = is_sealed({**header, "__metadata__": plain, "sha256": text.get("sha256")})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged("the header of its record cannot be read") from error
-    if told != (_FORMAT, _VERSION):
-        raise _damaged(f"its record is a {told[0]} of version {told[1]}", f"version {_VERSION}")
+    if told != kind:
+        raise _damaged(f"its record is a {told[0]} of version {told[1]}", f"version {kind[1]}")
     if not sealed:
         raise _damaged("the header of its record has changed")
     data_start = 8 + len(line)
@@ -395,18 +426,7 @@ def read_header(reader: StorageReader) -> RecordHeader:
     size = max(span.stop for span in spans.values())
     if reader.size != size:
         raise _damaged(f"its record has {reader.size} bytes", f"{size} bytes")
-    return RecordHeader(
-        name=text["name"],
-        digest=text["digest"],
-        block_size=int(text["block_size"]),
-        num_layers=int(text["num_layers"]),
-        created=float(text["created"]),
-        fingerprint=json.loads(text["fingerprint"]),
-        spans=spans,
-        data_start=data_start,
-        rows_start=spans["layers.0.keys"].start,
-        statistics=text.get("statistics", "1"),
-    )
+    return text, spans, data_start
 
 
 def read_statistics(reader: StorageReader, header: RecordHeader) -> dict[str, Tensor]:

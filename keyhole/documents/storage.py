@@ -120,22 +120,22 @@ _PARTS = "parts"
 
 class LocalStorage:
     """A `StorageBackend` in a local folder, which is created if missing; a read-only one can be
-    read.
+    read. folders: of the files.
     """
 
     grace_s = 0.0
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, folders: tuple[str, ...] = ("documents", "records")) -> None:
         self.url = str(folder)
         self._folder = folder
         self.folder: Path | None = folder
         try:
-            for name in ("documents", "records", _PARTS):
+            for name in (*folders, _PARTS):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             with open(folder / "lock", "ab"):
                 pass
         except OSError:
-            if not (folder / "documents").is_dir():
+            if not (folder / folders[0]).is_dir():
                 raise
             self.folder = None
 

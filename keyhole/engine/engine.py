@@ -34,7 +34,7 @@ from keyhole.engine.request import (
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, DraftCounters, Sequence
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixes
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
@@ -128,8 +128,9 @@ class Engine:
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
         self.head_runner: HeadRunner | None = None
         draft_runner: DraftRunner | None = None
-        self._copies = copies
-        self._head = None if copies is None or head is None else head_fingerprint(head)
+        self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
+        named = None if copies is None or head is None else head_fingerprint(head)
+        self._copies, self._head = copies, named
         if head is not None:
             model.watch(head.config.feature_layers)
             place = (self.cache, choice_lists(self.geometry))
@@ -144,8 +145,7 @@ class Engine:
         # The engine's own first, then those of requests, in order of last use.
         self._runners = {self._own: self._runner}
         self._document_prefills: dict[RequestPolicy, DocumentPrefill] = {}
-        self._group_numbers = itertools.count(1)
-        self.max_pages = self.cache.max_pages
+        self._group_numbers, self.max_pages = itertools.count(1), self.cache.max_pages
 
     @property
     def has_work(self) -> bool:
@@ -292,27 +292,26 @@ class Engine:
     def _document_prefill(self, under: RequestPolicy) -> DocumentPrefill:
         made = self._document_prefills.get(under)
         if made is None:
-            chunk = self.config.prefill_chunk
-            made = DocumentPrefill(
-                self.model,
-                self.cache,
-                under.policy,
-                chunk,
-                self.pace,
-                self.head_runner,
-                self.prefix,
-            )
+            shared = (self.config.prefill_chunk, self.pace, self.head_runner, self.prefix)
+            made = DocumentPrefill(self.model, self.cache, under.policy, *shared)
             if under in self._runners:
                 self._document_prefills[under] = made
         return made
 
     def _known(self, sequence: Sequence) -> int:
-        """Copies what other engines computed of a prompt into its pages; returns its tokens."""
-        under = sequence.under
-        if self._copies is None or under.policy.reads_queries or sequence.rope_length:
-            return 0
-        where = (sequence.prompt, sequence.pages, self.cache)
-        return self._copies.give(*where, under.keeper, self._head)
+        """Copies what other engines computed of a prompt into its pages; returns its known tokens.
+
+        Those of the prefix cache come first.
+        """
+        under, known = sequence.under, sequence.num_computed
+        if under.policy.reads_queries or sequence.rope_length:
+            return known
+        if self._copies is not None and not known:
+            where = (sequence.prompt, sequence.pages, self.cache)
+            known = self._copies.give(*where, under.keeper, self._head)
+        if self.stored is not None and sequence.exact and known % self.config.page_size == 0:
+            known = self.stored.give(sequence.prompt, sequence.pages, known, under.keeper)
+        return known
 
     def check(
         self,
@@ -435,12 +434,15 @@ class Engine:
             ) from error
 
     def _share_prompts(self, plan: SchedulerOutput) -> None:
-        """Shares prompts that were completed in this step."""
-        for sequence, _ in plan.chunks:
+        """Shares prompts that were completed in this step, and stores chunks of all."""
+        for sequence, count in plan.chunks:
+            alone = sequence.context is not None or sequence.rope_length or not sequence.exact
+            if self.stored is not None and not alone:
+                end = sequence.num_computed
+                self.stored.take(sequence.prompt, sequence.pages, end - count, end)
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
-                alone = sequence.context is not None or sequence.rope_length
-                if self._copies is not None and not alone and sequence.exact:
+                if self._copies is not None and not alone:
                     self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
 
     def abort(self, sequence: Sequence) -> None:

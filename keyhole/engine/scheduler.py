@@ -341,8 +341,7 @@ class Scheduler:
                 self._stalled = sequence
             return False
         if sequence.context is None:
-            if not sequence.num_computed:
-                sequence.num_computed = self._known(sequence)
+            sequence.num_computed = self._known(sequence)
             cached = min(sequence.num_computed, len(sequence.prompt))
             sequence.num_cached = max(sequence.num_cached, cached)
             sequence.first = sequence.num_computed

@@ -3,12 +3,17 @@
 Keys and values do not depend on the policy, as every prompt is computed exactly. A policy's
 data per page is computed again from the keys. The keys of a retrieval head are shared between
 engines with the same head.
+
+In memory, `SharedPromptCache` keeps whole prompts for the engines of an evaluation. On disk,
+`StoredPrefixes` keeps the starts of prompts for engines of later processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +21,14 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
+from keyhole.cache.prefix_cache import prefix_digests
+from keyhole.config import EngineConfig
+from keyhole.documents.prefix_store import PrefixStore
+from keyhole.engine.documents.fingerprint import fingerprint, head_fingerprint
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
+from keyhole.policies.prefill.base import PrefillPolicy
+from keyhole.retrieval.head import RetrievalHead
 
 
 @dataclass
@@ -93,16 +105,123 @@ class SharedPromptCache:
         if known is None or (head is not None and head not in known.common):
             return 0
         count = _full_pages(prompt, cache.page_size)
-        there = list(pages[:count])
-        cache.write(there, known.pages)
-        for name, tensor in known.common.get(head or "", {}).items():
-            cache.common[name][there] = tensor.to(cache.common[name].device)
-        if any(cache.data):
-            index = torch.tensor(there, device=cache.keys[0].device)
-            filled = torch.full_like(index, cache.page_size)
-            for layer in cache.geometry.full_attention:
-                policy.on_append(cache.keys[layer], cache.data[layer], index, filled)
+        _fill(cache, pages[:count], known.pages, known.common.get(head or "", {}), policy)
         return count * cache.page_size
+
+
+class StoredPrefixes:
+    """The starts of prompts in a `PrefixStore`, in chunks of whole pages.
+
+    A prompt begins with the chunks that are stored, as far as they follow each other from its first
+    token; a chunk is stored once all its tokens are computed, by a thread of its own.
+    """
+
+    def __init__(self, store: PrefixStore, cache: PageCache) -> None:
+        self._store, self._cache = store, cache
+        self._pages = max(1, _CHUNK // cache.page_size)  # of a chunk
+        self._writer = ThreadPoolExecutor(1, "keyhole-prefixes")
+        self._pending: deque[Future[None]] = deque()
+
+    def give(self, prompt: Sequence[int], pages: Sequence[int], known: int, policy: Policy) -> int:
+        """Writes stored chunks into the pages of a prompt; returns its known tokens.
+
+        known: those that its first pages have already, which may be shared and are not written. At
+        least the last token is left to compute, for its logits.
+        """
+        size, used = self._cache.page_size, []
+        chunk = self._pages * size
+        for i, digest in enumerate(prefix_digests(prompt[:-1], chunk)):
+            end = (i + 1) * chunk
+            if end > known:
+                tensors = self._read(digest, prompt[end - chunk : end])
+                if tensors is None:
+                    break
+                first = known // size - i * self._pages  # of the chunk, the first unknown page
+                there = pages[i * self._pages + first : (i + 1) * self._pages]
+                layers = range(len(self._cache.keys))
+                content = [tensors[f"layers.{layer}"][first:] for layer in layers]
+                common = {name: tensors[f"common.{name}"][first:] for name in self._cache.common}
+                _fill(self._cache, there, content, common, policy)
+                known = end
+            used.append(digest)
+        self._store.touch(used)
+        return known
+
+    def _read(self, digest: bytes, tokens: Sequence[int]) -> Mapping[str, Tensor] | None:
+        tensors = self._store.read(digest)
+        return None if tensors is None or tensors["token_ids"].tolist() != [*tokens] else tensors
+
+    def take(self, prompt: Sequence[int], pages: Sequence[int], before: int, end: int) -> None:
+        """Stores the chunks of a prompt whose last token is among `before` .. `end` - 1.
+
+        Tokens after the prompt may be among these; they are not stored.
+        """
+        chunk = self._pages * self._cache.page_size
+        digests = list(prefix_digests(prompt[:end], chunk))
+        for i in range(before // chunk, len(digests)):
+            if self._store.has(digests[i]):
+                continue
+            there = list(pages[i * self._pages : (i + 1) * self._pages])
+            tensors = {"token_ids": torch.tensor(prompt[i * chunk : (i + 1) * chunk])}
+            for name, tensor in self._cache.common.items():
+                tensors[f"common.{name}"] = tensor[there].cpu()
+            for layer, tensor in enumerate(self._cache.content(there)):
+                tensors[f"layers.{layer}"] = tensor.cpu()
+            self._pending.append(self._writer.submit(self._store.write, digests[i], tensors))
+        while self._pending and (len(self._pending) > _MOST_PENDING or self._pending[0].done()):
+            self._pending.popleft().result()
+
+    def flush(self) -> None:
+        """Waits until everything taken is on disk."""
+        while self._pending:
+            self._pending.popleft().result()
+
+
+def stored_prefixes(
+    model: Model,
+    cache: PageCache,
+    config: EngineConfig,
+    head: RetrievalHead | None,
+    prefill: PrefillPolicy | None,
+) -> StoredPrefixes | None:
+    """The starts of prompts in the folder of an engine's settings; None without one.
+
+    Chunks are found by everything that the numbers in a page depend on.
+    """
+    if config.prefix_store is None:
+        return None
+    found = fingerprint(model, config.kv_dtype) | {
+        "page_size": str(config.page_size),
+        "head": "none" if head is None else head_fingerprint(head),
+        "prefill": "exact" if prefill is None else prefill.text,
+    }
+    store = PrefixStore(config.prefix_store, found, config.prefix_store_bytes)
+    return StoredPrefixes(store, cache)
+
+
+#: Tokens of a chunk: a file of 8 MiB for a model of 1B parameters in 16 bits.
+_CHUNK = 256
+#: Chunks whose copies wait in memory to be written; more are waited for.
+_MOST_PENDING = 8
+
+
+def _fill(
+    cache: PageCache,
+    pages: Sequence[int],
+    content: Sequence[Tensor],
+    common: Mapping[str, Tensor],
+    policy: Policy,
+) -> None:
+    """Writes full pages; the data of a policy per page are computed from their keys."""
+    there = list(pages)
+    cache.write(there, content)
+    for name, tensor in common.items():
+        cache.common[name][there] = tensor.to(cache.common[name].device)
+    if any(cache.data):
+        index = torch.tensor(there, device=cache.keys[0].device)
+        filled = torch.full_like(index, cache.page_size)
+        for layer in cache.geometry.full_attention:
+            policy.on_append(cache.keys[layer], cache.data[layer], index, filled)
 
 
 def _full_pages(prompt: Sequence[int], page_size: int) -> int:

@@ -67,6 +67,11 @@ def settings(name: str, config: EngineConfig) -> EngineConfig:
             f"draft={config.draft!r} is not available for model {name!r}: a recurrent state cannot "
             "take back a proposed token; leave it out"
         )
+    if config.prefix_store is not None:
+        raise ConfigError(
+            f"prefix_store={config.prefix_store!r} is not available for model {name!r}: it would "
+            "need the recurrent states inside a prompt, which are not kept; leave it out"
+        )
     if config.prefix_cache:  # it would need the states inside a prompt, which are not kept
         logging.getLogger("keyhole").warning(
             "model %r has layers with a recurrent state: the prefix cache is off, and requests "
