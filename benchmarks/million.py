@@ -9,7 +9,8 @@ head have none. A refreshed selection therefore repeats nothing of the one befor
 loading. Layers are offloaded to files as the cache grows, when the plan says so.
 
 Each shape and length runs in a process of its own, which first lowers its RLIMIT_DATA to its
-present use plus `total_memory` and 5 % (at least 32 MiB). The system then refuses it more private
+present use plus `total_memory`, 5 % (at least 32 MiB) and 128 bytes a token, which lists of token
+ids and the index of cached pages take beside the plan. The system then refuses it more private
 memory; mapped files, such as offloaded layers, do not count. The process must finish under this
 limit. Its peak of private memory is compared with the most that the plan has on the way: just
 before a layer is offloaded, memory is full.
@@ -72,6 +73,9 @@ _SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
+#: What no plan counts of each token, and the limit allows: four lists of token ids, the digests of
+#: cached pages, and copies of lists while a request begins.
+_PYTHON_BYTES = 128
 _CHUNK_PAGES = 2048
 _SPARE_POSITIONS = 1024  # after the cache, for the steps
 _SAMPLE_S = 0.005
@@ -194,7 +198,8 @@ def _child(case: list[MillionSettings], folder: str | None) -> None:
         _warm_up(case, place)
         before = Memory.now()
         memory = case[0].total_memory
-        limit = before.data + memory + max(int(TOLERANCE * memory), _LEAST_SLACK_BYTES)
+        slack = max(int(TOLERANCE * memory), _LEAST_SLACK_BYTES)
+        limit = before.data + memory + slack + _PYTHON_BYTES * case[0].length
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         model = make_model(case[0].shape, case[0].length)
         for settings in case:

@@ -239,6 +239,9 @@ class SamplingParams:
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
     logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
     trace: bool = setting(False, "give which tokens each layer read for every generated token")
+    adapter: str | None = setting(
+        None, "LoRA adapter of the request, one of those of the LLM; None: the model alone"
+    )
 
     def __post_init__(self) -> None:
         settle_types(self)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -93,16 +94,19 @@ def load_exact(
     device: str | torch.device,
     dtype: str | torch.dtype,
     weights: str | None,
+    adapters: Mapping[str, str | Path] | None,
 ) -> Model:
     """The model of an `LLM`, for its arguments; ModelError for a family that is not exact."""
     if isinstance(model, PreTrainedModel):
-        return adopt(model, tokenizer, device, dtype, require, weights)
+        return adopt(model, tokenizer, device, dtype, require, weights, adapters)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer, require, weights)
+        return load(model, device, dtype, tokenizer, require, weights, adapters)
     if weights is not None:
         raise ConfigError(
             f"weights {weights!r} goes to keyhole.models.loading.load with this model"
         )
+    if adapters is not None:
+        raise ConfigError("adapters= goes to keyhole.models.loading.load with this model")
     if tokenizer is not None:
         raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
     return model

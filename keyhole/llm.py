@@ -62,6 +62,8 @@ class LLM:
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16", or a torch dtype.
         weights: "int4" or "int8": pack the weights of linear layers while loading, on a CPU; a
             group size may follow, "int4:group_size=32". None: as they are stored.
+        adapters: Folders of LoRA adapters, by name. A request chooses one by
+            `SamplingParams(adapter="name")`; those of one step may have different ones.
         memory: Most bytes of the KV cache, as a number or text such as "2GiB"; by default most of
             the free memory.
         total_memory: In place of `memory`, most bytes of weights, KV cache and the tensors of a
@@ -107,6 +109,7 @@ class LLM:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         weights: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         memory: int | str | None = None,
         total_memory: int | str | None = None,
         offload: str | Path | None = None,
@@ -149,9 +152,10 @@ class LLM:
             kv_dtype=kv_dtype,
         )
         chosen = make_policy(policy)
-        loaded = load_exact(model, tokenizer, device, dtype, weights)
+        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
+        self._documents: dict[str | None, Documents] = {}
         self._store = documents, _bytes(documents_limit, "documents_limit"), documents_check
 
     def __repr__(self) -> str:
@@ -274,7 +278,17 @@ class LLM:
 
         ConfigError for a model whose positions cannot be shifted.
         """
-        return Documents(self.engine, *self._store)
+        return self.documents_with(None)
+
+    def documents_with(self, adapter: str | None) -> Documents:
+        """The stored documents as a LoRA adapter encodes them, in the same place; None: no adapter.
+
+        A question with that adapter uses these; they must be added here.
+        """
+        known = self._documents.get(adapter)
+        if known is None:
+            known = self._documents[adapter] = Documents(self.engine, *self._store, adapter)
+        return known
 
     def ask(
         self,
@@ -397,7 +411,8 @@ class LLM:
         """`submit` for `ask`; the documents are open until `stack` is closed."""
         method = make_reuse(reuse).resolve(self.engine.geometry)
         with self.engine.lock:
-            under, stored = self.engine.under(policy), self.documents
+            under = self.engine.under(policy)
+            stored = self.documents_with(None if params is None else params.adapter)
         asked = assemble(
             self.engine,
             stored,

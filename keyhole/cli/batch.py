@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", metavar="I/N", default="1/1", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")
     flags.add_model(parser)
+    flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
     flags.add_settings(parser, ServerConfig, "server", only=_SERVER)

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="FILE", help="read the prompt from a file")
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")
     flags.add_model(parser)
+    flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_settings(parser, SamplingParams, "sampling", without=("trace",))
     flags.add_settings(parser, EngineConfig, "engine")
@@ -84,6 +85,7 @@ def _contents(name: str) -> str:
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole chat`."""
     flags.add_model(parser)
+    flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))
     flags.add_settings(parser, EngineConfig, "engine")

@@ -27,6 +27,7 @@ from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
     RequestPolicy,
+    adapter_number,
     beside,
     check_tokens,
     longest,
@@ -271,6 +272,7 @@ class Engine:
             caller=caller,
             drafts=None if self.drafting is None else DraftCounters(),
             rope_length=0 if self.model.rope is None else self.model.rope.effective(length),
+            adapter=adapter_number(params.adapter, self.model),
         )
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
@@ -304,7 +306,7 @@ class Engine:
         Those of the prefix cache come first.
         """
         under, known = sequence.under, sequence.num_computed
-        if under.policy.reads_queries or sequence.rope_length:
+        if under.policy.reads_queries or not sequence.is_base:
             return known
         if self._copies is not None and not known:
             where = (sequence.prompt, sequence.pages, self.cache)
@@ -436,7 +438,7 @@ class Engine:
     def _share_prompts(self, plan: SchedulerOutput) -> None:
         """Shares prompts that were completed in this step, and stores chunks of all."""
         for sequence, count in plan.chunks:
-            alone = sequence.context is not None or sequence.rope_length or not sequence.exact
+            alone = sequence.context is not None or not (sequence.is_base and sequence.exact)
             if self.stored is not None and not alone:
                 end = sequence.num_computed
                 self.stored.take(sequence.prompt, sequence.pages, end - count, end)

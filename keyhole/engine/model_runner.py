@@ -29,6 +29,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
+from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
@@ -267,7 +268,7 @@ class Runner:
         below = self._cache.offloaded_layers
         if plan.chunks or (below and (self._prefetcher is None or self._policy.reads_keys)):
             return False
-        return all(s.kept is None and s.trace is None and not s.rope_length for s in plan.decodes)
+        return all(s.kept is None and s.trace is None and s.is_base for s in plan.decodes)
 
     @torch.no_grad()
     def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
@@ -340,6 +341,8 @@ class Runner:
             row += count
         lengths = [(s.rope_length, 1) for s in rows_of]
         lengths += [(s.rope_length, count) for s, count in plan.chunks]
+        adapters = [(s.adapter, 1) for s in rows_of]
+        adapters += [(s.adapter, count) for s, count in plan.chunks]
         keep = self._keeps_data
         written = _join(slots)
         last = np.append(written[1:] != written[:-1] + 1, True) | (written % size == size - 1)
@@ -358,6 +361,7 @@ class Runner:
             recurrent=self._recurrent_step(plan),
             state=self._state.tensors,
             rope=() if self._model.rope is None else rope_rows(lengths, self._model.device),
+            adapters=adapter_rows(adapters, self._model.device),
             prefill=self._prefill,
         )
 

@@ -65,6 +65,14 @@ def check_tokens(
         )
 
 
+def adapter_number(name: str | None, model: Model) -> int:
+    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that the LLM has not."""
+    try:
+        return model.adapters.number(name)
+    except ValueError:
+        raise UnknownNameError("adapter", str(name), model.adapters.digests) from None
+
+
 # The policy of a single request.
 #
 # All requests of an engine share its pages, its retrieval head and its offloaded layers, whose

@@ -131,7 +131,8 @@ class Sequence:
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
     rope_length: the length whose RoPE frequencies rotate all its keys, fixed when it arrives; 0:
-    those of a short sequence (`keyhole.models.modules.sequence_rope`).
+    those of a short sequence (`keyhole.models.modules.sequence_rope`). adapter: the number of its
+    LoRA adapter, 0 for none.
     grammar: what its tokens must follow. caller: whose request it is; the queue serves
     callers in turn, and this is number `turn`.
     trace: what was read for its tokens, if its params ask for that. drafts: None without a draft.
@@ -152,6 +153,7 @@ class Sequence:
     grammar: GrammarState | None = None
     caller: str = ""
     rope_length: int = 0
+    adapter: int = 0
 
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
@@ -213,7 +215,13 @@ class Sequence:
     def page_group(self) -> bytes:
         """The requests with which it shares cached prefixes."""
         rope = f"rope {self.rope_length}".encode() if self.rope_length else b""
-        return self.under.page_group + rope
+        adapter = f"adapter {self.adapter}".encode() if self.adapter else b""
+        return self.under.page_group + rope + adapter
+
+    @property
+    def is_base(self) -> bool:
+        """Whether its keys and values are those of every request with its tokens."""
+        return not (self.rope_length or self.adapter)
 
     @property
     def token_limit(self) -> int:

@@ -93,6 +93,7 @@ class Batch:
     prefill: what the tokens of `chunks` read; None: everything. blocks_read: with it, by the
     first row of a chunk, the blocks of keys read, summed over layers, blocks of queries and heads.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
+    adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
     """
 
     cache: PageCache
@@ -115,6 +116,7 @@ class Batch:
     recurrent: RecurrentStep | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     rope: Sequence[RopeRows] = ()
+    adapters: Tensor | None = None
     prefill: PrefillPolicy | None = None
     blocks_read: dict[int, Tensor] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +43,9 @@ from keyhole.models.locate import (
     named,
 )
 from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
-from keyhole.models.modules import own_attention, recurrent_layers, sequence_rope
+from keyhole.models.modules import own_attention, recurrent_layers, sequence_adapters, sequence_rope
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
-from keyhole.models.weights.adapters import merged
+from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.stored import (
     check_stored,
@@ -74,17 +74,19 @@ def load(
     tokenizer: Any = None,
     accept: Accept | None = None,
     weights: str | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
     tokenizer: an object or its folder or id, instead of the checkpoint's own. accept: raises
     ModelError for a family that must not run, before the weights are loaded. weights: "int4" or
     "int8", with a group size such as "int4:group_size=32", to pack those of linear layers.
+    adapters: folders of LoRA adapters from which each request may choose one, by name.
     ModelError for a model that cannot be found, is damaged or cannot be run.
     """
     place, number = _device(device), _dtype(dtype)  # before anything is downloaded
     _require_cpu(weight_format(weights), place)
-    return load_files(locate(name), place, number, tokenizer, accept, weights)
+    return load_files(locate(name), place, number, tokenizer, accept, weights, adapters)
 
 
 def load_files(
@@ -94,6 +96,7 @@ def load_files(
     tokenizer: Any = None,
     accept: Accept | None = None,
     weights: str | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Model:
     """`load` of a model that `locate` has found."""
     place, number, wanted = _device(device), _dtype(dtype), weight_format(weights)
@@ -124,7 +127,7 @@ def load_files(
     if is_tiny(name):
         _say_it_is_a_demonstration()
     words = _tokenizer(found) if tokenizer is None else tokenizer
-    model = _model(name, network, place, words, wanted)
+    model = _model(name, network, place, words, wanted, adapters)
     if found.adapter is not None:
         return replace(model, name=found.adapter.name)
     return model if found.gguf is None else replace(model, name=found.config.stem)
@@ -206,10 +209,11 @@ def adopt(
     dtype: str | torch.dtype = "auto",
     accept: Accept | None = None,
     weights: str | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Model:
     """Wraps a loaded transformers model; weights are shared, and it is not changed.
 
-    weights: as for `load`; packed ones are copies.
+    weights, adapters: as for `load`; packed weights are copies.
 
     tokenizer: an object or its folder or id; None: the model accepts token ids only. accept: as for
     `load`.
@@ -235,7 +239,7 @@ def adopt(
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
     copied.set_attn_implementation(NAME)
-    return _model(name, copied, place, tokenizer, wanted)
+    return _model(name, copied, place, tokenizer, wanted, adapters)
 
 
 def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:
@@ -248,18 +252,25 @@ def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:
 
 
 def _model(
-    name: str, network: Any, place: torch.device, tokenizer: Any, wanted: WeightFormat | None
+    name: str,
+    network: Any,
+    place: torch.device,
+    tokenizer: Any,
+    wanted: WeightFormat | None,
+    adapters: Mapping[str, str | Path] | None,
 ) -> Model:
     """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(named(tokenizer))
     config = network.config
+    chosen = read_adapters(network, adapters or {}, name)
     if wanted is not None:
         pack_weights(network, wanted, name)
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
     speed_up(network, place)
+    sequence_adapters.attach(network, chosen.layers, network.dtype)
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
     max_length, reason = families.max_length(config, rope)
     folder = Path(name)
@@ -280,6 +291,7 @@ def _model(
         stability=stability if stability.is_file() else None,
         draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,
+        adapters=chosen,
     )
 
 

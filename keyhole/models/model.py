@@ -15,7 +15,8 @@ from keyhole.errors import ConfigError
 from keyhole.models import families
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch, LastLayer
-from keyhole.models.modules import sequence_rope
+from keyhole.models.modules import sequence_adapters, sequence_rope
+from keyhole.models.weights.adapters import Adapters
 
 #: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -33,7 +34,7 @@ class Model:
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
     RoPE change; None: they never do. calibration, head, stability: files beside the weights
     for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
-    they were packed in while loading.
+    they were packed in while loading. adapters: LoRA adapters that single requests may choose.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Model:
     draft: Path | None = None
     rope: families.RopeLengths | None = None
     weights: str | None = None
+    adapters: Adapters = field(default_factory=Adapters)
     watched: dict[int, Any] = field(default_factory=dict)
 
     def geometry(self, page_size: int) -> Geometry:
@@ -108,7 +110,7 @@ class Model:
         that ends at `last_layer` returns none.
         """
         try:
-            with sequence_rope.using(batch.rope):
+            with sequence_rope.using(batch.rope), sequence_adapters.using(batch.adapters):
                 out = self.network(
                     input_ids=token_ids[None],
                     position_ids=positions[None],

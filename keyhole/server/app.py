@@ -84,23 +84,26 @@ def _handler(convert: Any) -> Any:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served."""
-    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
+    """The model that is served, and its LoRA adapters."""
+    state = state_of(request)
+    data = [_model(state, name) for name in state.names]
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def model(name: str, request: Request) -> Response:
-    """The model that is served, by its name."""
+    """The model that is served, or one of its LoRA adapters, by name."""
     state = state_of(request)
-    state.check_model(name)
-    return JSONResponse(_model(state))
+    state.adapter(name)
+    return JSONResponse(_model(state, name))
 
 
-def _model(state: State) -> dict[str, Any]:
+def _model(state: State, name: str) -> dict[str, Any]:
     return {
-        "id": state.name,
+        "id": name,
         "object": "model",
-        "created": Answer("model", state.name).created,
+        "created": Answer("model", name).created,
         "owned_by": "keyhole",
+        "parent": None if name == state.name else state.name,
         "max_model_len": state.most_tokens,
     }
 

@@ -129,7 +129,9 @@ class SamplingBody(Body):
     def _named(cls, given: object) -> object:
         return {"policy": given} if isinstance(given, str) else given
 
-    def sampling(self, logprobs: int | None, grammar: str | None = None) -> SamplingParams:
+    def sampling(
+        self, logprobs: int | None, grammar: str | None, adapter: str | None
+    ) -> SamplingParams:
         """The engine's parameters; ConfigError for an invalid value.
 
         Without `max_tokens`: as many as fit into model and KV cache.
@@ -141,7 +143,9 @@ class SamplingBody(Body):
             given["top_k"] = 0
         given.setdefault("max_tokens", None)
         trace = self.keyhole is not None and self.keyhole.trace
-        return SamplingParams(**given, logprobs=logprobs, grammar=grammar, trace=trace)
+        return SamplingParams(
+            **given, logprobs=logprobs, grammar=grammar, trace=trace, adapter=adapter
+        )
 
     def policy(self, own: Policy) -> PolicySpec | None:
         """The policy that the request names; by default `own`, the server's.
@@ -238,13 +242,14 @@ class ChatBody(SamplingBody):
             template_settings=self.chat_template_kwargs,
         )
 
-    def chat_sampling(self, grammar: str | None) -> SamplingParams:
+    def chat_sampling(self, grammar: str | None, adapter: str | None) -> SamplingParams:
         """As `sampling`, by the names that chats use."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        return self.sampling((self.top_logprobs or 0) if self.logprobs else None, grammar)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling(logprobs, grammar, adapter)
 
 
 class CompletionBody(SamplingBody):

@@ -50,13 +50,13 @@ async def chat(body: ChatBody, request: Request) -> Response:
     ready = await asyncio.to_thread(
         prepared, state.tokenizer, body.chat_request(), state.config.tool_parser
     )
-    params = body.chat_sampling(ready.grammar)
+    params = body.chat_sampling(ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)
     prompt = {"prompt_token_ids": ready.token_ids}
     streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
     replies = [ready.reply() for _ in streams]
-    answer = Answer("chat.completion", state.name, state.tokenizer, replies, body.n)
+    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
     return await respond(answer, body, request, streams)
 
 
@@ -70,7 +70,8 @@ async def _chat_over_documents(
     names = await _names(state, documents, question)
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
     replies = [reply_to_question(state.tokenizer, question) for _ in range(body.n)]
-    params = body.chat_sampling(None if rule is None else grammar_of(rule))
+    grammar = None if rule is None else grammar_of(rule)
+    params = body.chat_sampling(grammar, state.adapter(body.model))
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
     streams = [
         state.llm.stream_ask(
@@ -79,7 +80,7 @@ async def _chat_over_documents(
         for one in params.each()
     ]
     told = functools.partial(_told, state, names, passages=body.passages)
-    answer = Answer("chat.completion", state.name, state.tokenizer, replies, body.n)
+    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
     return await respond(answer, body, request, streams, told)
 
 
@@ -91,14 +92,15 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     body.check_others()
     state.check_count(body.n * len(body.prompts))
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
-    params = body.sampling(body.logprobs, None if rule is None else grammar_of(rule))
+    grammar = None if rule is None else grammar_of(rule)
+    params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
     streams = [
         stream
         for prompt in body.prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
-    answer = Answer("text_completion", state.name, state.tokenizer, n=body.n)
+    answer = Answer("text_completion", body.model or state.name, state.tokenizer, n=body.n)
     return await respond(answer, body, request, streams)
 
 
@@ -166,7 +168,6 @@ async def respond(
     told: the passages that the first completion used.
     """
     state = state_of(request)
-    state.check_model(body.model)
     limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
     with ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))

@@ -143,16 +143,25 @@ class State:
         self.metrics.finished(result)
         logs.finished(result)
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError 404 for a model other than the one that is served."""
-        if name is not None and name != self.name:
+    @property
+    def names(self) -> list[str]:
+        """The names in /v1/models: the model's, and those of its LoRA adapters."""
+        return [self.name, *self.llm.llm.engine.model.adapters.digests]
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter of a model's name; ApiError 404 for a model that is not served."""
+        if name is None or name == self.name:
+            return None
+        if name not in self.names:
             raise ApiError(
                 404,
-                f"model {name!r} is not served here; {self.name!r} is",
+                f"model {name!r} is not served here; {', '.join(map(repr, self.names))} "
+                f"{'is' if len(self.names) == 1 else 'are'}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     def check_count(self, count: int) -> None:
         """ApiError for more completions at once than the server allows."""

@@ -51,6 +51,7 @@ PAGES = {
 }
 #: All blocks that do not run, by page, with the reasons that the page gives.
 NOT_RUN = {
+    "docs/how-to/adapters.md": ["it needs an adapter of yours"] * 3,
     "docs/attention.md": ["takes minutes", "takes hours, and wants a gated model"],
     "docs/evaluation.md": [
         "takes minutes; tests/eval/test_controls_example.py compares its table",

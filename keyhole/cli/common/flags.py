@@ -59,6 +59,28 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     )
 
 
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """--adapters, of the LoRA adapters that requests may choose."""
+    parser.add_argument(
+        "--adapters",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapter that requests may choose by this name; repeat the flag for more",
+    )
+
+
+def adapters_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """The folders of the adapters, by name; ConfigError for a name without one."""
+    found = {}
+    for given in getattr(arguments, "adapters", []):
+        name, _, folder = given.partition("=")
+        if not (name and folder) or name in found:
+            raise ConfigError(f"--adapters {given!r} must be NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
+
+
 def add_data(
     parser: argparse.ArgumentParser, what: str, line: str = "string or list of token ids"
 ) -> None:
@@ -160,6 +182,7 @@ def find_model(arguments: argparse.Namespace) -> ModelFiles:
 def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
     weight_format(arguments.weights)  # refused before the model is loaded
+    adapters = adapters_of(arguments)
     found = find_model(arguments)
     terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
@@ -175,7 +198,7 @@ def load_model(arguments: argparse.Namespace) -> Model:
     measure.device(arguments.device)  # before the weights
     tokenizer = getattr(arguments, "tokenizer", None)
     return load_files(
-        found, arguments.device, arguments.dtype, tokenizer, accept, arguments.weights
+        found, arguments.device, arguments.dtype, tokenizer, accept, arguments.weights, adapters
     )
 
 

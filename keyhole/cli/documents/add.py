@@ -117,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     add_limit(parser)
     flags.add_model(parser)
+    flags.add_adapters(parser)
+    parser.add_argument(
+        "--adapter", metavar="NAME", help="encode for questions with this LoRA adapter"
+    )
     flags.add_settings(parser, EngineConfig, "engine", ("memory",))
 
 
@@ -129,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for name in texts:
         check_name(name)
-    documents = open_llm(arguments).documents
+    documents = open_llm(arguments).documents_with(arguments.adapter)
     # With --json the lines go to stderr, where they show the progress of a long run.
     stream = sys.stderr if arguments.json else sys.stdout
     stored = []

@@ -39,6 +39,7 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     flags.add_check(parser, "--check")
     flags.add_model(parser)
+    flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_reuse(parser)
     flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))

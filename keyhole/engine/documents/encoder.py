@@ -24,6 +24,7 @@ from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.model import Model
+from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.policies.controls import Full
 from keyhole.reuse.block_scores import extreme_keys
 from keyhole.reuse.block_statistics import BlockMeans, ReceivedAttention, block_means
@@ -88,11 +89,12 @@ def encode_in_pieces(
     block_size: int,
     size: Callable[[int], int],
     head_runner: HeadRunner | None = None,
+    adapter: int = 0,
 ) -> Encoding:
     """`encode` as a generator, so that other work can run between its pieces.
 
     pages: where it is computed; the caller frees them. size: how many of the tokens that
-    are left run at once.
+    are left run at once. adapter: the number of the LoRA adapter that it is encoded with.
     """
     named = None if head_runner is None else head_runner.stored_as
     head = None if head_runner is None or named is None else HeadEncoding(head_runner)
@@ -105,7 +107,7 @@ def encode_in_pieces(
         start = 0
         while start < len(tokens):
             part = tokens[start : start + size(len(tokens) - start)]
-            _run(model, cache, watch, table, part, start, head)
+            _run(model, cache, watch, table, part, start, head, adapter)
             start += len(part)
             bar.update(len(part))
             yield len(part)
@@ -126,6 +128,7 @@ def _run(
     tokens: np.ndarray,
     start: int,
     head: HeadEncoding | None,
+    adapter: int,
 ) -> None:
     """One chunk of the document."""
     size, end = cache.page_size, start + len(tokens)
@@ -141,6 +144,7 @@ def _run(
         step=None,
         chunks=[Chunk(slice(0, len(tokens)), start, pages)],
         observer=watch.layer,
+        adapters=adapter_rows([(adapter, len(tokens))], model.device),
     )
     last = torch.tensor([len(tokens) - 1], device=model.device)
     token_ids = torch.from_numpy(tokens).to(model.device)

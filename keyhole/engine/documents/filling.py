@@ -29,7 +29,7 @@ class Context:
     """The tokens before the question: a prefix, documents and separators.
 
     offsets: position of each document's first token. end: position of the question's first token.
-    num_prefix: tokens of the prefix.
+    num_prefix: tokens of the prefix. adapter: the number of the request's LoRA adapter, 0 for none.
     """
 
     documents: tuple[StoredDocument, ...]
@@ -37,6 +37,7 @@ class Context:
     end: int
     num_prefix: int
     reuse: Reuse
+    adapter: int = 0
 
     @property
     def positions(self) -> np.ndarray:

@@ -16,10 +16,11 @@ from keyhole.retrieval.head import RetrievalHead
 _SAMPLES = 64
 
 
-def fingerprint(model: Model, kv_dtype: str = "auto") -> dict[str, str]:
+def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None) -> dict[str, str]:
     """What a stored record depends on, by name; a record with any other value is foreign.
 
     kv_dtype: of the engine's keys and values; records in the model's own dtype do not name it.
+    adapter: the name of the LoRA adapter that encodes; its numbers count, not its name.
     """
     config = model.network.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -33,7 +34,11 @@ def fingerprint(model: Model, kv_dtype: str = "auto") -> dict[str, str]:
         "rope": _digest(json.dumps(rope, sort_keys=True, default=str)),
         "layers": _digest(json.dumps(layouts, sort_keys=True)),
     }
-    return found if kv_dtype == "auto" else found | {"kv_dtype": kv_dtype}
+    if kv_dtype != "auto":
+        found["kv_dtype"] = kv_dtype
+    if adapter is not None:
+        found["adapter"] = model.adapters.digests[adapter]
+    return found
 
 
 def head_fingerprint(head: RetrievalHead) -> str:

@@ -26,6 +26,7 @@ from keyhole.documents.store import (
 from keyhole.engine.documents.encoder import allocate, encode_in_pieces
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
+from keyhole.engine.request import adapter_number
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization import Prompt, encode_text, given_ids
@@ -47,6 +48,8 @@ class Documents:
     when there is more; None: no limit. check: as for `DocumentStore`.
     retriever: finds documents for methods that open only some of them; by default BM25 over their
     texts. Set an `EmbeddingSearch` to compare vectors instead.
+    adapter: the LoRA adapter that they are encoded with, whose requests alone can use them; None:
+    the model alone.
     ConfigError for a model whose positions cannot be shifted.
     """
 
@@ -56,13 +59,16 @@ class Documents:
         place: str | Path | None = None,
         limit_bytes: int | None = None,
         check: str = "open",
+        adapter: str | None = None,
     ) -> None:
         RopeShift.for_documents(engine.model)
         self._engine = engine
+        #: The number of the adapter, 0 for none.
+        self.adapter = adapter_number(adapter, engine.model)
         self.place = str(place or default_place())
         self.store = DocumentStore(
             self.place,
-            fingerprint(engine.model, engine.config.kv_dtype),
+            fingerprint(engine.model, engine.config.kv_dtype, adapter),
             limit_bytes=limit_bytes,
             check=check,
         )
@@ -228,6 +234,7 @@ class Documents:
             block_size=block_size,
             size=engine.scheduler.encoding_size,
             head_runner=engine.head_runner,
+            adapter=self.adapter,
         )
         done = 0
         try:

@@ -44,6 +44,7 @@ from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
+from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
@@ -134,9 +135,8 @@ class DocumentPrefill:
         self._model.forward(self.send(tokens), self.send(positions), batch, last)
         self._pace.forward(len(tokens), time.perf_counter() - begin)
 
-    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk) -> Batch:
-        """A step of one chunk."""
-        rewrite = chunk if isinstance(chunk, ScatteredChunk) else None
+    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk, context: Context) -> Batch:
+        """A step of one chunk of a prompt over `context`."""
         return Batch(
             cache=self._cache,
             policy=self._policy,
@@ -145,7 +145,8 @@ class DocumentPrefill:
             num_decode=0,
             step=None,
             chunks=[chunk],
-            rewrite=rewrite,
+            rewrite=chunk if isinstance(chunk, ScatteredChunk) else None,
+            adapters=adapter_rows([(context.adapter, len(slots))], self._model.device),
         )
 
     def size(self, left: int) -> int:
@@ -366,7 +367,7 @@ class _Prompt:
             end += len(part)
             pages = table[: -(-end // owner.geometry.page_size)]
             chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             owner.forward(self._tokens[part], part, batch)
             if self._head is not None:
                 self._head.take(part, batch)
@@ -475,7 +476,7 @@ class _Prompt:
                 unbroken=int(part[-1] - part[0]) + 1 == len(part),
                 start=int(part[0]),
             )
-            batch = owner.batch(self._pages.slots(part), chunk)
+            batch = owner.batch(self._pages.slots(part), chunk, self._context)
             batch.last_layer = last_layer
             owner.forward(self._tokens[part], part, batch)
             if head is not None:

@@ -78,7 +78,8 @@ def assemble(
     if reuse.exact:
         return DocumentPrompt(tokens, None)
     every = tuple(opened[name] for name in names)
-    return DocumentPrompt(tokens, Context(every, tuple(offsets), end, len(begin), reuse))
+    context = Context(every, tuple(offsets), end, len(begin), reuse, documents.adapter)
+    return DocumentPrompt(tokens, context)
 
 
 def _text_of(tokenizer: Any, question: Prompt) -> str:

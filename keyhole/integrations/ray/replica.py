@@ -37,6 +37,7 @@ def make_llm(settings: RaySettings) -> LLM:
         settings.policy,
         device=settings.device,
         dtype=settings.dtype,
+        adapters=settings.adapters,
         documents=settings.documents,
         documents_limit=settings.documents_limit,
         **settings.engine,

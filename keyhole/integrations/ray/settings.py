@@ -27,6 +27,7 @@ _MODEL = {
     "policy": "what a decode step reads, such as delta:token_budget=1024",
     "device": "auto, cpu, cuda or cuda:0",
     "dtype": "auto, float32, bfloat16 or float16",
+    "adapters": "LoRA adapters that requests may choose, NAME=FOLDER,NAME=FOLDER or a mapping",
     "documents": "folder or URL of stored documents, which every replica reaches",
     "documents_limit": "the most that they may take, bytes or 20GiB",
 }
@@ -62,6 +63,7 @@ class RaySettings:
     policy: Policy | None = None
     device: str = "auto"
     dtype: str = "auto"
+    adapters: dict[str, str] | None = None
     documents: str | None = None
     documents_limit: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +89,7 @@ def read_settings(given: Mapping[str, Any]) -> RaySettings:
     found = RaySettings(
         **_texts(given),
         policy=_policy(given.get("policy")),
+        adapters=_adapters(given.get("adapters")),
         documents=None if given.get("documents") is None else str(given["documents"]),
         documents_limit=_size(given.get("documents_limit")),
         engine={name: _typed(engine[name], given[name]) for name in engine if name in given},
@@ -123,6 +126,15 @@ def _policy(given: Any) -> Policy | None:
     if not isinstance(name, str):
         raise ConfigError(f"policy {dict(given)!r} must have a name, such as delta")
     return make_policy(name, settings)
+
+
+def _adapters(given: Any) -> dict[str, str] | None:
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else {str(name): str(given[name]) for name in given}
+    found = dict(one.split("=", 1) for one in str(given).split(",") if "=" in one)
+    if len(found) != len(str(given).split(",")):
+        raise ConfigError(f"adapters {given!r} must be NAME=FOLDER,NAME=FOLDER, each name once")
+    return found
 
 
 def _size(given: Any) -> int | None:

@@ -1,15 +1,125 @@
-"""LoRA adapters: merged into the weights of the model that they were trained for, by peft."""
+"""LoRA adapters, read by peft: merged into the weights, or kept beside them for single requests."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keyhole.errors import ModelError
+from torch import nn
+from transformers.utils.import_utils import is_peft_available
+
+from keyhole.errors import ConfigError, ModelError
+from keyhole.models import families
+from keyhole.models.modules.sequence_adapters import AdapterMatrices
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model from which a request chooses.
+
+    digests: of the numbers of each, by name, in the order of their numbers, which begin at 1.
+    layers: what they add to each module, by its name.
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, list[AdapterMatrices]] = field(default_factory=dict)
+
+    def number(self, name: str | None) -> int:
+        """The number of an adapter, 0 for None; KeyError for an unknown one."""
+        return 0 if name is None else 1 + [*self.digests].index(name)
 
 
 def merged(network: Any, adapter: Path, base: str) -> Any:
     """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
+    return _adapted(network, adapter, base).merge_and_unload()
+
+
+def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) -> Adapters:
+    """The adapters in these folders, by name; the network is as before.
+
+    ModelError for one that does not fit, or that changes more than linear layers of all tokens.
+    """
+    if not folders:
+        return Adapters()
+    if not is_peft_available():
+        raise ModelError(
+            "adapters= needs peft, which is not installed: pip install 'keyhole[lora]'"
+        )
+    if families.recurrent_layers(network.config):
+        raise ConfigError(
+            f"adapters= cannot be used with {base!r}, which has recurrent layers; give the folder "
+            "of one adapter as the model, which merges it"
+        )
+    digests: dict[str, str] = {}
+    layers: dict[str, list[AdapterMatrices]] = {}
+    for number, (name, folder) in enumerate(folders.items(), 1):
+        digest = hashlib.sha256()
+        for place, part in _parts(network, number, Path(folder), base):
+            layers.setdefault(place, []).append(part)
+            digest.update(place.encode())
+            for tensor in (part.down, part.up):
+                digest.update(tensor.float().cpu().numpy().tobytes())
+        digests[name] = digest.hexdigest()[:16]
+    return Adapters(digests, layers)
+
+
+def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str, AdapterMatrices]]:
+    """What an adapter adds, by module name in a fixed order."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = _adapted(network, folder, base)
+    try:
+        _require_plain(adapted.peft_config["default"], folder)
+        found = []
+        layers: Iterable[tuple[str, Any]] = adapted.base_model.model.named_modules()
+        for name, layer in (pair for pair in layers if isinstance(pair[1], LoraLayer)):
+            _require_linear(network, name, layer, folder)
+            down = layer.lora_A["default"].weight.detach().clone()
+            up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
+            found.append((name, AdapterMatrices(number, down, up)))
+        return sorted(found, key=lambda pair: pair[0])
+    finally:
+        adapted.unload()
+
+
+def _require_plain(config: Any, folder: Path) -> None:
+    """ModelError for an adapter that is more than low-rank products."""
+    more = {
+        "use_dora": "DoRA's magnitudes",
+        "modules_to_save": "whole modules",
+        "trainable_token_indices": "embeddings of tokens",
+        "target_parameters": "single parameters",
+    }
+    for name, what in more.items():
+        if getattr(config, name, None):
+            raise _unsuitable(folder, f"it has {what} ({name}) beside low-rank products")
+    if config.bias != "none":
+        raise _unsuitable(folder, f"it changes biases (bias={config.bias!r})")
+
+
+def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
+    """ModelError for a layer that does not compute one row for every token of a step."""
+    kind = type(layer.get_base_layer())
+    if not (issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"):
+        raise _unsuitable(folder, f"it adapts {name}, which is of class {kind.__name__}")
+    if "expert" in name or name.endswith("kv_b_proj"):
+        raise _unsuitable(folder, f"it adapts {name}, which does not run once for every token")
+    if layer.get_base_layer() is network.get_output_embeddings() or name.endswith("lm_head"):
+        raise _unsuitable(folder, f"it adapts {name}, which runs for single tokens only")
+
+
+def _unsuitable(folder: Path, why: str) -> ModelError:
+    return ModelError(
+        f"the adapter {str(folder)!r} cannot be chosen by single requests: {why}; give its folder "
+        "as the model, which merges it"
+    )
+
+
+def _adapted(network: Any, adapter: Path, base: str) -> Any:
+    """The network inside peft's model, with an adapter's weights; ModelError if it does not fit."""
     import peft
 
     try:
@@ -19,8 +129,8 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
                 f"the adapter {str(adapter)!r} is of the kind {config.peft_type.value}, which "
                 "cannot be merged into weights; LORA can"
             )
-        adapted = peft.get_peft_model(network, config)
         weights = peft.load_peft_weights(str(adapter), device="cpu")
+        adapted = peft.get_peft_model(network, config)
         report: Any = peft.set_peft_model_state_dict(adapted, weights)
     except ModelError:
         raise
@@ -34,8 +144,9 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)
     if wrong:
+        adapted.unload()
         raise ModelError(
             f"the adapter {str(adapter)!r} does not fit the model {base!r}, or is damaged: "
             f"{'it lacks' if absent else 'the model has no'} {wrong[0]}, and {len(wrong) - 1} more"
         )
-    return adapted.merge_and_unload()
+    return adapted

@@ -29,7 +29,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     ready = await asyncio.to_thread(
         prepared, state.tokenizer, body.chat_request(messages), state.config.tool_parser
     )
-    params = body.sampling(None, ready.grammar)
+    params = body.sampling(None, ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)
 
@@ -37,7 +37,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
         if body.store is not False:
             state.history.add(name, key, [*messages, reply.message()])
 
-    answer = ResponseAnswer(state.name, body, ready.reply(), done)
+    answer = ResponseAnswer(body.model or state.name, body, ready.reply(), done)
     streams = state.llm.streams(
         {"prompt_token_ids": ready.token_ids},
         params,

@@ -1,0 +1,175 @@
+"""LoRA adapters of single requests: each is the model with that adapter merged, in any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Lfm2Config
+
+import keyhole
+from keyhole import LLM, SamplingParams
+from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
+from keyhole.models.weights.adapters import read_adapters
+from tests.checkpoints import make_model
+
+peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
+pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
+
+#: Other ranks, scales and layers, so that their stacked matrices have gaps.
+KINDS = {
+    "wide": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "narrow": {"r": 2, "target_modules": ["q_proj", "o_proj"], "use_rslora": True},
+}
+PROMPTS = [list(range(3, 60)), list(range(8, 31)), list(range(3, 60)), list(range(20, 100))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base model, its adapters, and the model with each merged by peft."""
+    place = tmp_path_factory.mktemp("adapters")
+    base = Path(make_model("llama", place))
+    found = {"base": base}
+    for number, (name, settings) in enumerate(KINDS.items()):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for key, weight in adapted.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(weight, std=0.3)
+        adapted.save_pretrained(place / name)
+        adapted.merge_and_unload().save_pretrained(place / f"merged-{name}")
+        found |= {name: place / name, f"merged-{name}": place / f"merged-{name}"}
+    return found
+
+
+def adapted(folders: dict[str, Path], **settings: object) -> LLM:
+    return LLM(
+        folders["base"],
+        device="cpu",
+        page_size=4,
+        adapters={name: folders[name] for name in KINDS},
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def params(adapter: str | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, adapter=adapter
+    )
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chunk: int) -> None:
+    llm = adapted(folders, prefill_chunk=chunk)
+    names = [None, "wide", "narrow", "wide"]
+    found = llm.generate(PROMPTS, [params(name) for name in names])
+    for result, name, prompt in zip(found, names, PROMPTS, strict=True):
+        alone = LLM(folders["base" if name is None else f"merged-{name}"], device="cpu")
+        wanted = alone.generate(prompt, params(None))
+        assert result.token_ids == wanted.token_ids
+        for ours, theirs in zip(result.logprobs, wanted.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+    assert (
+        len({tuple(one.token_ids) for one in (found[0], found[2])}) == 2
+    )  # one prompt, two models
+
+
+def test_cached_prefixes_are_of_one_adapter(folders: dict[str, Path]) -> None:
+    llm = adapted(folders)
+    prompt = PROMPTS[0]
+    alone = {name: llm.generate(prompt, params(name)) for name in (None, "wide", "narrow")}
+    assert all(result.stats.cached_prompt_tokens == 0 for result in alone.values())
+    for name, before in alone.items():
+        again = llm.generate(prompt, params(name))
+        assert again.stats.cached_prompt_tokens > 0
+        assert again.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize(
+    "reuse", ["reuse", "recompute", "sam_kv", "cacheblend:recompute_ratio=0.5"]
+)
+def test_documents_are_of_one_adapter(folders: dict[str, Path], tmp_path: Path, reuse: str) -> None:
+    llm = adapted(folders, documents=tmp_path / "ours")
+    alone = LLM(folders["merged-wide"], device="cpu", page_size=4, documents=tmp_path / "theirs")
+    texts = {"one": list(range(5, 69)), "two": list(range(70, 102))}
+    with pytest.raises(KeyholeError):
+        llm.ask([7, 8, 9], ["one"], reuse=reuse, params=params("wide"))
+    for name, tokens in texts.items():
+        for library in (llm.documents, llm.documents_with("wide"), alone.documents):
+            library.add(name, {"prompt_token_ids": tokens})
+    asked = {"question": {"prompt_token_ids": [7, 8, 9]}, "documents": [*texts], "reuse": reuse}
+    ours, theirs = llm.ask(**asked, params=params("wide")), alone.ask(**asked, params=params(None))
+    assert ours.token_ids == theirs.token_ids
+    assert llm.ask(**asked, params=params(None)).token_ids != ours.token_ids
+
+
+def test_documents_of_another_adapter_are_missing(folders: dict[str, Path], tmp_path: Path) -> None:
+    llm = adapted(folders, documents=tmp_path)
+    llm.documents.add("one", {"prompt_token_ids": list(range(5, 69))})
+    with pytest.raises(KeyholeError, match="one"):
+        llm.ask([7, 8, 9], ["one"], params=params("narrow"))
+
+
+def test_adapters_beside_packed_weights(tmp_path: Path) -> None:
+    """The packed base answers as without adapters, and the adapter changes it."""
+    network = AutoModelForCausalLM.from_pretrained(keyhole.tiny())
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    peft.get_peft_model(network, config).save_pretrained(tmp_path)
+    packed = {"device": "cpu", "weights": "int8"}
+    llm = LLM("tiny", **packed, adapters={"odd": tmp_path})
+    base, changed = (llm.generate(PROMPTS[0], params(name)) for name in (None, "odd"))
+    assert base.token_ids == LLM("tiny", **packed).generate(PROMPTS[0], params(None)).token_ids
+    assert changed.token_ids != base.token_ids
+
+
+def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
+    llm = adapted(folders)
+    with pytest.raises(UnknownNameError, match="did you mean 'wide'"):
+        llm.generate(PROMPTS[0], params("wid"))
+    with pytest.raises(UnknownNameError, match=r"unknown adapter 'wide' \(known: none\)"):
+        LLM(folders["base"], device="cpu").generate(PROMPTS[0], params("wide"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "DoRA's magnitudes"),
+        ({"target_modules": ["lm_head"]}, "runs for single tokens only"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is of class Embedding"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "whole modules"),
+    ],
+)
+def test_more_than_low_rank_products_are_refused(
+    folders: dict[str, Path], tmp_path: Path, settings: dict[str, object], why: str
+) -> None:
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **settings)
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    peft.get_peft_model(network, config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=why) as caught:
+        LLM(folders["base"], device="cpu", adapters={"more": tmp_path})
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = make_model("llama", tmp_path, hidden_size=24)
+    with pytest.raises(ModelError, match="does not fit the model"):
+        LLM(other, device="cpu", adapters={"wide": folders["wide"]})
+
+
+def test_a_loaded_network_is_not_changed(folders: dict[str, Path]) -> None:
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    names = [*network.state_dict()]
+    found = LLM(network, adapters={"wide": folders["wide"]}).generate(PROMPTS[0], params("wide"))
+    assert [*network.state_dict()] == names
+    assert type(network.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert found.token_ids == adapted(folders).generate(PROMPTS[0], params("wide")).token_ids
+
+
+def test_hybrid_models_are_refused(folders: dict[str, Path]) -> None:
+    config = Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        read_adapters(network, {"wide": folders["wide"]}, "hybrid")
