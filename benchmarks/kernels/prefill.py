@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3, help="prompts of each")
     parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--policies", default="xattention:mass=0.95,xattention:mass=0.98")
+    parser.add_argument("--policies", default="xattention:mass=0.95,xattention:mass=0.97")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prompt in a step")
     parser.add_argument("--key-scale", type=float, default=6.0)
     parser.add_argument("--run-length", type=int, default=256)

@@ -94,6 +94,28 @@ class PageList:
         self._pages[~wanted] = NO_PAGE
         self._cache.release(gone.tolist())
 
+    def adopt(self, entries: Sequence[int], end: int) -> bool:
+        """Replaces all pages by those of another sequence with the same tokens before `end`.
+
+        entries: its page list up to `end`, gaps included. Full pages are shared, the last one is
+        copied if `end` is within it: what is behind becomes zeros. Returns False without space for
+        the copy.
+        """
+        self.release()
+        full, rest = divmod(end, self._size)
+        fresh = self._cache.allocate(1 if rest else 0)
+        if fresh is None:
+            return False
+        self._cache.share(page for page in entries[:full] if page != NO_PAGE)
+        self._pages[:full] = entries[:full]
+        if rest:
+            self._pages[full] = fresh[0]
+            self._cache.copy(entries[full:], fresh)
+            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
+                keys[fresh[0], :, rest:] = 0
+                values[fresh[0], :, rest:] = 0
+        return True
+
     def move(self, positions: np.ndarray) -> bool:
         """Makes the pages those of these positions; returns False, with nothing changed, without
         space.

@@ -11,6 +11,7 @@ to the pages in use.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,9 @@ class PageCache:
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
         self._refs: list[int] = []
+        # Of each page, the number of its last allocation or move.
+        self._stamps: list[int] = []
+        self._changes = itertools.count(1)
         self._free: list[int] = []
         self._aside: int | None = None
         self._stores: dict[int, Store] = {}  # offloaded layers
@@ -201,6 +205,7 @@ class PageCache:
             _copy_pages(tensor, moved, holes)
         for page, other in numbers.items():
             self._refs[other], self._refs[page] = self._refs[page], 0
+            self._stamps[other] = next(self._changes)
         if self._aside is not None:
             self._aside = numbers.get(self._aside, self._aside)
         self._free = self._listed_free()
@@ -218,7 +223,7 @@ class PageCache:
         assert used <= count <= self.capacity, f"page {used - 1} is in use"
         self.moves += 1
         self._settle()
-        del self._refs[count:]
+        del self._refs[count:], self._stamps[count:]
         self._free = self._listed_free()
         with _no_room("the KV cache could not be made smaller"):
             for i, data in enumerate(self.data):
@@ -246,7 +251,7 @@ class PageCache:
         pages = self._free[end - count : end][::-1]
         del self._free[end - count : end]
         for page in pages:
-            self._refs[page] = 1
+            self._refs[page], self._stamps[page] = 1, next(self._changes)
         used = self.capacity - len(self._free) - (self._aside is not None)
         self.peak_pages = max(self.peak_pages, used)
         return pages
@@ -284,6 +289,11 @@ class PageCache:
     def references(self, page: int) -> int:
         """The number of references to this page."""
         return self._refs[page]
+
+    def stamp(self, page: int) -> int:
+        """A number that the page has until its last reference is dropped or it moves; -1: free."""
+        held = page < len(self._refs) and self._refs[page] > 0
+        return self._stamps[page] if held else -1
 
     def writable(self, page: int) -> int | None:
         """A page with the same contents that only the caller holds: the page itself, or a copy.
@@ -384,7 +394,9 @@ class PageCache:
             self._enlarge_all(self.common, capacity)
         # Older ones are allocated first: their memory is there, or enters it layer by layer.
         self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
-        self._refs.extend([0] * (capacity - self.capacity))
+        more = capacity - self.capacity
+        self._refs.extend([0] * more)
+        self._stamps.extend([0] * more)
 
     def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
         if layer in self._stores:

@@ -17,9 +17,10 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.allocation import LayerOffloader, allocate, too_long
 from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
 from keyhole.engine.decode_inputs import page_limit
+from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
-from keyhole.engine.documents.prefill import DocumentFiller, DocumentPrefill
+from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
 from keyhole.engine.model_runner import Runner

@@ -30,7 +30,7 @@ Differences (theirs | ours | effect measured):
 - distant tokens share one relative position | true positions | not measured: a policy here reads
   keys as they are
 - blocks are selected for each chunk of queries of a prompt | a prompt is read in full, and each
-  decoded token selects | not measured: no policy here makes prefill sparse
+  decoded token selects | not measured: a policy here acts on decode steps
 - blocks are kept in host memory | `offload=` does it for any policy | none
 
 The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of

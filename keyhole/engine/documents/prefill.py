@@ -28,6 +28,7 @@ from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.documents.integrity import RecordError
+from keyhole.engine.documents.filled_pages import FilledPages, fill_key
 from keyhole.engine.documents.filling import (
     Context,
     Filled,
@@ -39,11 +40,8 @@ from keyhole.engine.documents.filling import (
 )
 from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.head_runner import HeadRunner
-from keyhole.engine.request import RequestPolicy
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
-from keyhole.engine.sequence import Sequence
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
+from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
 from keyhole.models.modules.sequence_adapters import adapter_rows
@@ -82,6 +80,8 @@ class DocumentPrefill:
         self._head_runner = head_runner
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
+        # Data of a page may depend on more than what fills it.
+        self.filled = FilledPages(cache) if policy.shares_pages else None
 
     def check(self, context: Context) -> None:
         """Checks that the method supports the documents and the policy.
@@ -158,11 +158,11 @@ class DocumentPrefill:
         if self._known is not None:
             self._known.evict(count - self._cache.available)
 
-    def summarise(self, pages: PageList) -> Iterator[None]:
-        """Calls the policy's `on_append` for the pages, one layer per iteration."""
+    def summarise(self, pages: np.ndarray) -> Iterator[None]:
+        """Calls the policy's `on_append` for physical pages, one layer per iteration."""
         if not any(self._cache.data):
             return
-        there = self.send(pages.present())
+        there = self.send(pages)
         filled = torch.full_like(there, self._cache.page_size)
         for layer in self._cache.geometry.full_attention:
             data = self._cache.data[layer]
@@ -240,9 +240,23 @@ class _Prompt:
             deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
-        packing = yield from self._write(plan)
+        packing = yield from self._share_or_write(plan)
         kept = self._kept_everywhere(plan) if packing is None else packing.kept
         return Filled(self._context.end, kept, packing, self._report(plan))
+
+    def _share_or_write(self, plan: RecomputePlan) -> _Work[Packing | None]:
+        """Takes the pages of a running question if they are the same, else writes them."""
+        filled = self._owner.filled
+        if filled is None:
+            return (yield from self._write(plan))
+        key = fill_key(self._context, self._tokens, plan)
+        entries = filled.find(key)
+        if entries is None:
+            packing = yield from self._write(plan)
+        else:
+            packing = yield from self._adopt(entries, plan)
+        filled.remember(key, self._pages.listed(self._context.end))
+        return packing
 
     def _write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Loads and computes what the plan names; releases all other pages.
@@ -262,13 +276,31 @@ class _Prompt:
         if self._head is not None:
             rows = np.union1d(self._loose, places)
             yield from _each("head", self._head.write(rows, self._pages))
-        kept = self._kept_everywhere(plan)
-        packing = None
-        if kept is not None and self._owner.packs:
-            packing = Packing.of(kept, self._owner.geometry)
+        packing = self._packing(plan)
+        if packing is not None:
             yield from self._pack(packing)
-        yield from _each("summarise", self._owner.summarise(self._pages))
+        yield from _each("summarise", self._owner.summarise(self._pages.present()))
         return packing
+
+    def _adopt(self, entries: list[int], plan: RecomputePlan) -> _Work[Packing | None]:
+        """Takes the pages of a running question over the same tokens, as `_write` fills them."""
+        yield "pages"
+        end = self._context.end
+        if not self._pages.adopt(entries, end):
+            self._owner.evict(1)
+            if not self._pages.adopt(entries, end):
+                raise OutOfPages
+        if end % self._owner.geometry.page_size:
+            last = self._pages.slots(np.array([end - 1])) // self._owner.geometry.page_size
+            yield from _each("summarise", self._owner.summarise(last))
+        return self._packing(plan)
+
+    def _packing(self, plan: RecomputePlan) -> Packing | None:
+        """Where tokens are, if not at their positions."""
+        kept = self._kept_everywhere(plan)
+        if kept is None or not self._owner.packs:
+            return None
+        return Packing.of(kept, self._owner.geometry)
 
     def _pack(self, packing: Packing) -> _Work[None]:
         """Moves what each layer keeps to its places, and releases the other pages."""
@@ -462,61 +494,3 @@ def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
 
 #: What no iteration gives.
 _DONE = object()
-
-
-class DocumentFiller:
-    """Fills documents in the remaining time of an engine's steps.
-
-    document_prefill: the `DocumentPrefill` of a policy.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        pace: Pace,
-        document_prefill: Callable[[RequestPolicy], DocumentPrefill],
-    ) -> None:
-        self._scheduler = scheduler
-        self._pace = pace
-        self._document_prefill = document_prefill
-
-    def go_on(self, plan: SchedulerOutput, spent: float) -> None:
-        """Runs units of `plan.filling`; spent: seconds of the step so far.
-
-        An error ends that request alone, and adds it to `plan.refused`.
-        """
-        self._take_time(plan, spent)
-        sequence, pace = plan.filling, self._pace
-        if sequence is None:
-            return
-        if not pace.begin(spent=spent, alone=not plan.runs, only_decodes=not plan.chunks):
-            return
-        try:
-            self._fill(sequence)
-        except KeyholeError as error:  # damaged, too large
-            self._scheduler.refuse(sequence, error)
-            plan.refused.append(sequence)
-
-    def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Reports the duration of a step with decoding sequences to the pace."""
-        if not plan.decodes:
-            return
-        if not plan.chunks:
-            self._pace.decoded(seconds)
-        elif all(sequence.context is not None for sequence, _ in plan.chunks):
-            self._pace.computed(sum(count for _, count in plan.chunks), seconds)
-
-    def _fill(self, sequence: Sequence) -> None:
-        if sequence.filling is None:
-            sequence.filling = self._document_prefill(sequence.under).begin(sequence)
-        try:
-            sequence.filling.run(self._pace)
-        except OutOfPages:
-            self._scheduler.out_of_pages(sequence)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
-                "memory; lower prefill_chunk or memory="
-            ) from error

@@ -9,14 +9,14 @@ from keyhole.config import is_count, require, setting
 from keyhole.kernels import Selection
 from keyhole.policies.controls import hashed
 from keyhole.policies.prefill.base import PromptChunk
-from keyhole.policies.prefill.xattention import XAttention
+from keyhole.policies.prefill.xattention import NEWEST, XAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class _SameNumber(XAttention):
-    """The first block, the own one, and others of highest rank; as many as XAttention reads."""
+    """The first block, the newest two, and others of highest rank; as many as XAttention reads."""
 
     def select(self, layer: int, chunk: PromptChunk) -> Selection:
         """For every block of queries and head the number of blocks that XAttention selects."""
@@ -25,7 +25,8 @@ class _SameNumber(XAttention):
         visible = self.visible(chunk, scores)[:, None, None]
         block = scores.new_ones(scores.shape[2]).cumsum(0) - 1
         ranks = self.ranks(layer, chunk, scores)
-        ranks = ranks.masked_fill((block == 0) | (block == visible - 1), float("inf"))
+        always = (block == 0) | (block >= visible - NEWEST)
+        ranks = ranks.masked_fill(always, float("inf"))
         ranks = ranks.masked_fill(block >= visible, float("-inf"))
         place = ranks.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
         indices = block.expand_as(ranks).masked_fill(place >= counts[..., None], float("inf"))

@@ -17,11 +17,13 @@ When to use it: for prompts of many thousand tokens, where attention takes most 
 
 Differences from the paper: the first block and the block on the diagonal are always read and count
 towards the mass, as in the authors' code; the paper's rule alone could leave out a token's own
-block. There is one threshold for all heads (the paper's minimum threshold per head needs a search
-over calibration data). Prompts are computed in chunks: the rows of a chunk that begins or ends
-inside a block select by themselves, and squares cut by the end of a chunk use the mean of the
-products that exist. Soft-capped models cap the mean product; sinks that are no keys are left out
-of the estimate.
+block. So is the block before the diagonal: in heads that attend to the token before, nearly all the
+weight of a block of queries is on its own keys, and the rule left out the one key that the first
+query of the block needs (benchmarks/LOG.md). There is one threshold for all heads (the paper's
+minimum threshold per head needs a search over calibration data). Prompts are computed in chunks:
+the rows of a chunk that begins or ends inside a block select by themselves, and squares cut by the
+end of a chunk use the mean of the products that exist. Soft-capped models cap the mean product;
+sinks that are no keys are left out of the estimate.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ from keyhole.policies.prefill.base import PrefillPolicy, PromptChunk
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Newest blocks that are always read: the own one, and the one before it.
+NEWEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,7 @@ class XAttention(PrefillPolicy):
         everything = kernels.top_k(scores, visible, scores.shape[2], self.block_size, last=1)
         if self.mass == 1.0:  # the sum of rounded scores could leave out a block
             return everything
-        return kernels.top_p(everything, scores, visible, self.mass, first=1, last=1)
+        return kernels.top_p(everything, scores, visible, self.mass, first=1, last=NEWEST)
 
     def scores(self, chunk: PromptChunk) -> Tensor:
         """The estimated weight of every block of keys, float32 [R, Hq, C]."""

@@ -86,9 +86,9 @@ def test_all_of_the_mass_is_exact_before_every_policy(llama: Model, name: str) -
 
 
 def fewest(scores: Array, own: int, mass: float) -> list[int]:
-    """Section 2.2: the fewest blocks with this share; the first and the own one are among them."""
-    chosen = sorted({0, own})
-    left = sorted(set(range(own + 1)) - {0, own}, key=lambda block: -scores[block])
+    """Section 2.2: the fewest blocks with this share, the first and the newest two among them."""
+    chosen = sorted({0, max(0, own - 1), own})
+    left = sorted(set(range(own + 1)) - set(chosen), key=lambda block: -scores[block])
     while left and scores[chosen].sum() < mass * scores.sum():
         chosen.append(left.pop(0))
     return sorted(chosen)
@@ -191,9 +191,19 @@ def test_keys_and_values_of_8_bits(llama: Model, kv_dtype: str) -> None:
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
+def test_the_block_before_the_own_is_read_whatever_its_weight() -> None:
+    """Facts across two blocks were lost: their second half could not see the token before it."""
+    rows = 10 * torch.eye(8).repeat_interleave(BLOCK, 0)  # every token attends to its own block
+    chunk = PromptChunk(rows[:, None], rows.view(16, 1, 4, 8), torch.arange(16), 0, 1.0)
+    found = make_prefill_policy(HALF).select(0, chunk)
+    for own in range(8):
+        count = int(found.counts[own, 0])
+        assert found.indices[own, 0, :count].tolist() == sorted({0, max(0, own - 1), own})
+
+
 @pytest.mark.parametrize("name", available_prefill_controls())
 def test_a_control_reads_as_many_blocks_of_each_head(name: str) -> None:
-    """The first block, the own one, and others than those of the largest weight."""
+    """The first block, the newest two, and others than those of the largest weight."""
     random = torch.Generator().manual_seed(0)
     keys, pages = torch.randn(40, 2, 4, 16, generator=random), torch.arange(40)
     chunk = PromptChunk(torch.randn(64, 4, 16, generator=random), keys, pages, 96, 0.25)
@@ -207,7 +217,7 @@ def test_a_control_reads_as_many_blocks_of_each_head(name: str) -> None:
             count = int(found.counts[row, head])
             blocks = found.indices[row, head].tolist()
             assert blocks[count:] == [-1] * (len(blocks) - count)
-            assert blocks[:count] == sorted({*blocks[:count], 0, own})
+            assert blocks[:count] == sorted({*blocks[:count], 0, own - 1, own})
             assert blocks[count - 1] == own
             if name == "recent_blocks":
                 assert blocks[1:count] == list(range(own - count + 2, own + 1))

@@ -1,0 +1,70 @@
+"""Fills documents in the remaining time of an engine's steps, in the units of `DocumentPrefill`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keyhole.engine.documents.filling import OutOfPages, Pace
+from keyhole.engine.documents.prefill import DocumentPrefill
+from keyhole.engine.request import RequestPolicy
+from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.sequence import Sequence
+from keyhole.errors import CapacityError, KeyholeError, is_out_of_memory
+
+
+class DocumentFiller:
+    """Fills documents in the remaining time of an engine's steps.
+
+    document_prefill: the `DocumentPrefill` of a policy.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pace: Pace,
+        document_prefill: Callable[[RequestPolicy], DocumentPrefill],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pace = pace
+        self._document_prefill = document_prefill
+
+    def go_on(self, plan: SchedulerOutput, spent: float) -> None:
+        """Runs units of `plan.filling`; spent: seconds of the step so far.
+
+        An error ends that request alone, and adds it to `plan.refused`.
+        """
+        self._take_time(plan, spent)
+        sequence, pace = plan.filling, self._pace
+        if sequence is None:
+            return
+        if not pace.begin(spent=spent, alone=not plan.runs, only_decodes=not plan.chunks):
+            return
+        try:
+            self._fill(sequence)
+        except KeyholeError as error:  # damaged, too large
+            self._scheduler.refuse(sequence, error)
+            plan.refused.append(sequence)
+
+    def _take_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Reports the duration of a step with decoding sequences to the pace."""
+        if not plan.decodes:
+            return
+        if not plan.chunks:
+            self._pace.decoded(seconds)
+        elif all(sequence.context is not None for sequence, _ in plan.chunks):
+            self._pace.computed(sum(count for _, count in plan.chunks), seconds)
+
+    def _fill(self, sequence: Sequence) -> None:
+        if sequence.filling is None:
+            sequence.filling = self._document_prefill(sequence.under).begin(sequence)
+        try:
+            sequence.filling.run(self._pace)
+        except OutOfPages:
+            self._scheduler.out_of_pages(sequence)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
+                "memory; lower prefill_chunk or memory="
+            ) from error

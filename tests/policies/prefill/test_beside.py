@@ -1,0 +1,133 @@
+"""What a prefill policy works beside: with all of the mass, everything is as without one."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, BloomConfig, MptConfig
+
+from keyhole import LLM, SamplingParams, exactness_gate
+from keyhole.models.model import Model
+from keyhole.models.shrink import random_model, shrink
+from keyhole.policies import make_policy
+from tests.policies.models import prompt, twins
+from tests.policies.recording import forced, make_engine, run
+
+EVERYTHING = "xattention:block_size=8,stride=4,min_length=0,mass=1.0"
+HALF = "xattention:block_size=8,stride=4,min_length=0,mass=0.5"
+PROMPT, GIVEN, CHUNK = prompt(61), prompt(5), 24
+
+
+@functools.cache
+def network(family: str) -> Any:
+    """A small model of a family; ALiBi's positions are in its keys, and count in the estimate."""
+    made = {
+        "bloom": lambda: BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
+        "mpt": lambda: MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+        "lfm2": lambda: shrink(CONFIG_MAPPING["lfm2"](**exactness_gate._EXAMPLES.get("lfm2", {}))),
+    }
+    config = made[family]()
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        return random_model(config)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "lfm2"])
+def test_alibi_and_recurrent_layers(family: str) -> None:
+    def logits(text: str | None) -> tuple[Tensor, float | None]:
+        settings: dict[str, Any] = {"prefill_chunk": CHUNK, "prefix_cache": False}
+        llm = LLM(
+            network(family),
+            device="cpu",
+            memory="16MB",
+            page_size=8,
+            prefill_policy=text,
+            **settings,
+        )
+        request = forced(llm.engine, PROMPT, GIVEN)
+        run(llm.engine)
+        return torch.stack(request.logits), request.stats().prompt_attended_fraction
+
+    wanted, none = logits(None)
+    assert none is None
+    found, share = logits(EVERYTHING)
+    assert share == 1.0
+    assert (found - wanted).abs().max() <= 2e-4 * wanted.std()
+    found, share = logits(HALF)
+    assert share < 1.0
+    assert found.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Model:
+    return twins("llama")[0]
+
+
+@pytest.mark.parametrize("text", [EVERYTHING, HALF])
+def test_offloaded_layers_read_the_same_blocks(llama: Model, tmp_path: Path, text: str) -> None:
+    quest = make_policy("quest", {"token_budget": 16})
+    settings: dict[str, Any] = {"max_batch": 1, "prefill_chunk": CHUNK, "prefill_policy": text}
+    plain = make_engine(llama, quest, **settings)
+    memory = {"memory": 14 * plain.cache.page_bytes, "offload": tmp_path}
+    below = make_engine(llama, quest, **settings, **memory)
+    requests = [forced(engine, PROMPT, GIVEN) for engine in (plain, below)]
+    run(plain)
+    run(below)
+    assert requests[1].stats().offloaded_layers
+    one, other = (torch.stack(request.logits) for request in requests)
+    assert (one - other).abs().max() <= 1e-5
+    shares = {request.stats().prompt_attended_fraction for request in requests}
+    assert len(shares) == 1
+
+
+def test_proposed_tokens_are_checked_against_the_same_prompt(llama: Model) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    settings: dict[str, Any] = {"page_size": 4, "memory": "16MiB", "prefill_chunk": CHUNK}
+    ids = {"prompt_token_ids": PROMPT + PROMPT[:30]}
+    found = [
+        LLM(llama, prefill_policy=HALF, draft=draft, **settings).generate(ids, params).token_ids
+        for draft in (None, "ngram")
+    ]
+    assert found[0] == found[1]
+
+
+def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None:
+    engine = make_engine(llama, make_policy(None), prefill_policy=HALF, prefill_chunk=CHUNK)
+    first = forced(engine, PROMPT, GIVEN)
+    run(engine)
+    again = forced(engine, PROMPT, GIVEN)
+    run(engine)
+    assert again.num_cached == 60
+    # Its last token alone is computed again, and reads everything: fewer tokens than a block.
+    assert again.stats().prompt_attended_fraction == 1.0
+    assert torch.stack(again.logits).isfinite().all()
+    assert (torch.stack(again.logits)[1:] - torch.stack(first.logits)[1:]).abs().max() < 1.0
+
+
+def test_a_preempted_request_computes_its_prompt_again(llama: Model) -> None:
+    probe = make_engine(llama, make_policy(None))
+    settings: dict[str, Any] = {"prefill_chunk": CHUNK, "prefix_cache": False}
+    tight = make_engine(
+        llama,
+        make_policy(None),
+        prefill_policy=EVERYTHING,
+        memory=34 * probe.cache.page_bytes,
+        **settings,
+    )
+    roomy = make_engine(llama, make_policy(None), **settings)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    texts = [prompt(41), prompt(23), prompt(31)]
+    wanted = [roomy.add(text, params) for text in texts]
+    found = [tight.add(text, params) for text in texts]
+    run(roomy)
+    preempted = False
+    while tight.has_work:
+        tight.step()
+        preempted |= any(request.generated for request in tight.scheduler.waiting)
+    assert preempted
+    assert [one.generated for one in found] == [one.generated for one in wanted]
