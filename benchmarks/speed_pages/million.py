@@ -41,10 +41,11 @@ def section(lines: Sequence[Line]) -> list[str]:
         "and the layers that do not fit in files.\n"
         "The cache holds random numbers: consecutive selections have nothing in common, which is\n"
         "the worst case of loading. Each process ran under an RLIMIT_DATA of its program, this\n"
-        "memory and 5 % (at least 32 MiB), and finished. The step is a mean over whole periods of\n"
-        "`refresh_every`. *Already there*: selected tokens that were in the buffers of offloaded\n"
-        "layers. *Peak by plan*: the largest private memory of the process, less that of the\n"
-        "program, divided by the most that the plan has while a sequence grows to this length:",
+        "memory, 5 % (at least 32 MiB) and 128 bytes a token, and finished. The step is a mean\n"
+        "over whole periods of `refresh_every`. *Already there*: selected tokens that were in the\n"
+        "buffers of offloaded layers. *Peak by plan*: the largest private memory of the process,\n"
+        "less that of the program, divided by the most that the plan has while a sequence grows\n"
+        "to this length:",
         tables.written(_HEADS, [_cells(line, found) for line in found]),
         *_targets(found),
         "The plan counts weights, keys, values, side data, buffers and a step's activations. It\n"
