@@ -39,21 +39,12 @@ def test_the_settings_are_as_documented() -> None:
     assert told in " ".join(TEXT.split())
 
 
-def test_the_page_says_which_targets_are_met() -> None:
-    missed = [bar["bar"] for bar in LINE["bars"] if not bar["met"]]
-    assert missed == [
-        "CPU time of the longest step of all questions / median while reuse is admitted"
-    ]
-    above = [
-        sum(one["longest_ratio"] > 2 for one in found["all_rounds"]) for found in LINE["results"]
-    ]
+def test_the_page_says_that_the_targets_are_met() -> None:
+    assert all(bar["met"] for bar in LINE["bars"])
     said = " ".join(TEXT.split())
-    assert "The target is met for both, in the median; of 15 single questions " in said
-    assert f"{above[0]} exceeds it under `sam_kv` and {above[1]} exceed it under `reuse`" in said
+    assert "The target is met for both, in the median and in the worst of 15 questions" in said
     worst = [found["worst_cpu_ratio"] for found in LINE["results"]]
-    assert f"is {worst[0]:.2f} under `sam_kv` and {worst[1]:.2f} under `reuse`, in its" in said
-    first = LINE["results"][1]["all_rounds"][0]["longest_cpu_ratio"]
-    assert first == worst[1]
+    assert f"is {worst[0]:.2f} under `sam_kv` and {worst[1]:.2f} under `reuse`, in CPU" in said
 
 
 def test_the_line_of_a_busy_machine_is_shown_too() -> None:

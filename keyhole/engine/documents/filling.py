@@ -155,7 +155,7 @@ class Filling:
 
 
 #: The target of a step with filling, in medians; the limit is 2, the rest is for noise.
-_TARGET = 1.5
+_TARGET = 1.4
 #: The number of steps of the median.
 _STEPS = 31
 #: The bounds of a forward pass's share of a median step: fewer tokens above, more below.
