@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from keyhole.config import EngineConfig, SamplingParams, parse_bytes
+from keyhole.config import EngineConfig, SamplingParams, parse_bytes, require
 from keyhole.documents.store import require_check
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
@@ -78,7 +78,7 @@ class LLM:
             None: everything.
         prefix_cache: Whether the start that prompts share is computed only once; a folder in which
             it survives a restart.
-        prefix_store: The same folder, where a setting has no two types.
+        prefix_store: That folder by itself, as settings files and the command line name it.
         prefix_store_bytes: The most bytes that starts of prompts may take in that folder.
         graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
         max_length: Most tokens of a sequence; by default the model's limit.
@@ -132,6 +132,8 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
+            right = f"left out beside prefix_cache={str(prefix_cache)!r}, which is a folder, too"
+            require(prefix_store is None, "prefix_store", prefix_store, right)
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
             max_batch=max_batch,

@@ -30,6 +30,7 @@ from keyhole.engine.request import (
     adapter_number,
     beside,
     check_tokens,
+    length_limit,
     longest,
     requested,
 )
@@ -51,6 +52,7 @@ from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
 from keyhole.policies.prefill import resolved_prefill_policy
 from keyhole.policies.spe_context import choice_lists
+from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.tokenization import Detokenizer, word_ids
 
@@ -79,7 +81,9 @@ class Engine:
     ) -> None:
         if model.is_hybrid:
             config, copies = recurrent_layers.settings(model.name, config), None
-        self.lock, self.model, self.config = FairLock(), model, config
+        self.lock = FairLock()
+        self.model = model
+        self.config = config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
@@ -127,26 +131,32 @@ class Engine:
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
-        self.head_runner: HeadRunner | None = None
-        draft_runner: DraftRunner | None = None
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
-        named = None if copies is None or head is None else head_fingerprint(head)
-        self._copies, self._head = copies, named
-        if head is not None:
-            model.watch(head.config.feature_layers)
-            place = (self.cache, choice_lists(self.geometry))
-            draft_runner = None if draft is None else DraftRunner(draft, *place, config)
-            self.head_runner = draft_runner or HeadRunner(head, *place)
+        self._copies = copies
+        self._head = None if copies is None or head is None else head_fingerprint(head)
+        self.head_runner = self._make_head_runner(head, draft, config)
         self.drafting: Drafting | None = None
         if config.draft is not None:
             require_exact(self.policy, self.geometry, head, config)
-            self.drafting = Drafting(config, self.scheduler, self.max_length, draft_runner)
+            by = self.head_runner if isinstance(self.head_runner, DraftRunner) else None
+            self.drafting = Drafting(config, self.scheduler, self.max_length, by)
         self._records = recorder is not None
         self._runner = self._make_runner(self._own, recorder)
         # The engine's own first, then those of requests, in order of last use.
         self._runners = {self._own: self._runner}
         self._document_prefills: dict[RequestPolicy, DocumentPrefill] = {}
-        self._group_numbers, self.max_pages = itertools.count(1), self.cache.max_pages
+        self._group_numbers = itertools.count(1)
+        self.max_pages = self.cache.max_pages
+
+    def _make_head_runner(
+        self, head: RetrievalHead | None, draft: DraftModel | None, config: EngineConfig
+    ) -> HeadRunner | None:
+        """Runs the retrieval head, and the draft model whose head it is; None without a head."""
+        if head is None:
+            return None
+        self.model.watch(head.config.feature_layers)
+        place = (self.cache, choice_lists(self.geometry))
+        return HeadRunner(head, *place) if draft is None else DraftRunner(draft, *place, config)
 
     @property
     def has_work(self) -> bool:
@@ -331,7 +341,7 @@ class Engine:
         """
         check_tokens(tokens, params, self.model, self.max_length)
         under = under or self._own
-        limit = self._longest(under, stored=stored)
+        limit = length_limit(self.model, self.max_length, under.policy, stored=stored)
         if self.model.rope is not None and len(tokens) >= limit:
             what = "stored documents" if stored else f"policy {under.policy.name!r}"
             raise PromptTooLongError(
@@ -342,18 +352,10 @@ class Engine:
         assert most is not None
         length = min(len(tokens) + most, self.max_length)
         prompt = len(tokens) - num_given
-        policy = under.policy
-        pages = page_limit(policy, self.geometry, prompt, length)
+        pages = page_limit(under.policy, self.geometry, prompt, length)
         length = min(length, pages * self.config.page_size)
         if pages > self.max_pages and not stored:
             raise CapacityError(too_long(length, self.cache, self.offloader, self.config))
-
-    def _longest(self, under: RequestPolicy, *, stored: bool) -> int:
-        """The maximum length of a sequence, below the model's if its keys are shifted."""
-        rope = self.model.rope
-        if rope is None or not (stored or under.policy.shifts_keys):
-            return self.max_length
-        return min(self.max_length, rope.threshold)
 
     def _resolve(
         self,
@@ -365,7 +367,7 @@ class Engine:
     ) -> SamplingParams:
         """Parameters without None; max_tokens is what model and KV cache have room for."""
         params = params.resolve(self.model.defaults)
-        limit = self._longest(under, stored=stored)
+        limit = length_limit(self.model, self.max_length, under.policy, stored=stored)
         if params.max_tokens is not None:
             if limit == self.max_length:
                 return params

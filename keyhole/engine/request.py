@@ -31,13 +31,25 @@ def longest(model: Model, config: EngineConfig) -> int:
     return config.max_length
 
 
+def length_limit(model: Model, max_length: int, policy: Policy, *, stored: bool) -> int:
+    """The maximum length of a sequence under a policy, below `max_length` if its keys are shifted.
+
+    stored: it begins with stored documents.
+    """
+    if model.rope is None or not (stored or policy.shifts_keys):
+        return max_length
+    return min(max_length, model.rope.threshold)
+
+
 def check_tokens(
     tokens: Sequence[int], params: SamplingParams, model: Model, max_length: int
 ) -> None:
     """RequestError for tokens or parameters that the model does not support.
 
-    PromptTooLongError if no new token fits below `max_length`.
+    PromptTooLongError if no new token fits below `max_length`; UnknownNameError for a LoRA adapter
+    that it does not have.
     """
+    adapter_number(params.adapter, model)
     if not tokens:
         raise RequestError("the prompt is empty; give at least one token")
     wrong = [t for t in tokens if not 0 <= t < model.vocab_size]

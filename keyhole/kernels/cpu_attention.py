@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +186,8 @@ def prefill(
     """As the reference."""
     pages = pages[: -(-(start + len(query)) // key_pages.shape[2])]
     paged = (query, key_pages, value_pages, pages)
-    return _prefill(paged, start, (0, 0, 0), scale, window, softcap, sinks)
+    which = (window or 0, (0, 0, 0))
+    return _prefill(cpu.extension.prefill, paged, start, which, scale, softcap, sinks)
 
 
 def sparse_prefill(
@@ -203,9 +205,9 @@ def sparse_prefill(
 ) -> Tensor:
     """As the reference."""
     positions, tokens = positions.to(torch.int64).contiguous(), cpu.as_int32(tokens)
-    places = (positions.data_ptr(), tokens.data_ptr(), len(tokens))
+    which = (window or 0, (positions.data_ptr(), tokens.data_ptr(), len(tokens)))
     paged = (query, key_pages, value_pages, pages)
-    return _prefill(paged, 0, places, scale, window, softcap, sinks)
+    return _prefill(cpu.extension.prefill, paged, 0, which, scale, softcap, sinks)
 
 
 def block_sparse_prefill(
@@ -222,40 +224,22 @@ def block_sparse_prefill(
 ) -> Tensor:
     """As the reference."""
     indices, counts = cpu.as_int32(blocks.indices), cpu.as_int32(blocks.counts)
-    query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
-    num_tokens, num_heads, dim = query.shape
-    _, num_kv_heads, page_size, _ = value_pages.shape
-    value_dim = row_dim(value_pages)
-    out = query.new_empty(num_tokens, num_heads, value_dim)
-    cpu.extension.block_sparse_prefill(
-        (cpu.DTYPES[query.dtype], cpu.PAGE_DTYPES[key_pages.dtype]),
-        (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
-        query.data_ptr(),
-        key_pages.data_ptr(),
-        key_pages.stride()[:3],
-        value_pages.data_ptr(),
-        value_pages.stride()[:3],
-        (pages.data_ptr(), len(pages)),
-        start,
-        (indices.data_ptr(), counts.data_ptr(), indices.shape[2], blocks.unit),
-        scale,
-        softcap or 0.0,
-        cpu.address(sinks),
-        out.data_ptr(),
-    )
-    return out
+    which = ((indices.data_ptr(), counts.data_ptr(), indices.shape[2], blocks.unit),)
+    paged = (query, key_pages, value_pages, pages)
+    kernel = cpu.extension.block_sparse_prefill
+    return _prefill(kernel, paged, start, which, scale, softcap, sinks)
 
 
 def _prefill(
+    kernel: Callable[..., None],
     paged: tuple[Tensor, Tensor, Tensor, Tensor],
     start: int,
-    places: tuple[int, int, int],
+    which: tuple[Any, ...],
     scale: float,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Calls a kernel for a prompt's tokens; which: its arguments that say what they read."""
     query, key_pages, value_pages, pages = paged
     query, pages = query.contiguous(), pages.to(torch.int64).contiguous()
     sinks = None if sinks is None else sinks.detach().float().contiguous()
@@ -263,7 +247,7 @@ def _prefill(
     _, num_kv_heads, page_size, _ = value_pages.shape
     value_dim = row_dim(value_pages)
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    cpu.extension.prefill(
+    kernel(
         (cpu.DTYPES[query.dtype], cpu.PAGE_DTYPES[key_pages.dtype]),
         (num_tokens, num_heads, num_kv_heads, dim, value_dim, page_size),
         query.data_ptr(),
@@ -273,8 +257,7 @@ def _prefill(
         value_pages.stride()[:3],
         (pages.data_ptr(), len(pages)),
         start,
-        window or 0,
-        places,
+        *which,
         scale,
         softcap or 0.0,
         cpu.address(sinks),

@@ -291,7 +291,7 @@ def _model(
         stability=stability if stability.is_file() else None,
         draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,
-        adapters=chosen,
+        adapters=replace(chosen, layers={}),  # they are in the network now
     )
 
 

@@ -16,7 +16,7 @@ from keyhole.documents.embeddings import EmbeddingSearch, SentenceEncoder
 from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
-from keyhole.errors import KeyholeError
+from keyhole.errors import ConfigError, KeyholeError
 from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError
 from keyhole.server.monitoring import logs
@@ -74,6 +74,11 @@ class State:
 
     def __post_init__(self) -> None:
         engine = self.llm.llm.engine
+        if self.name in engine.model.adapters.digests:
+            raise ConfigError(
+                f"adapter {self.name!r} has the name of the served model, so no request could "
+                "choose it; load it by another name, or set served_model_name"
+            )
         self.admission = Admission(self.config.max_queue + engine.config.max_batch)
         self.metrics = Metrics(engine.max_pages, self.llm.load, lambda: self.admission.running)
         self.metrics.registry.register(DocumentGauges(self._document_state))

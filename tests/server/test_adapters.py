@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from keyhole import LLM, SamplingParams
+from keyhole import LLM, ConfigError, SamplingParams
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 
@@ -79,6 +79,14 @@ def test_chat_and_responses_choose_one_too(client: openai.OpenAI) -> None:
             model=model, input=TEXT, max_output_tokens=8, temperature=0.0, store=False
         )
         assert said.model == model
+
+
+def test_an_adapter_with_the_name_of_the_model_is_refused(llm: LLM) -> None:
+    with (
+        pytest.raises(ConfigError, match="adapter 'verbose' has the name of the served model"),
+        serving(llm, served_model_name="verbose"),
+    ):
+        raise AssertionError("it must not start")
 
 
 def test_another_name_is_refused(client: openai.OpenAI) -> None:

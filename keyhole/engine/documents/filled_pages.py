@@ -1,10 +1,10 @@
 """Questions over the same documents share their pages, as long as one of them runs.
 
 What fills the pages before a question depends on its tokens there, on where documents are among
-them, on the reuse method, and on what this one keeps and computes again. If all of these are equal,
-so are the pages, and the next question takes a reference to each instead of filling its own. Only
-the page in which the question begins is copied. Methods that choose without the question (`reuse`,
-`epic`) always share; SamKV shares where it makes the same choice.
+them, on the LoRA adapter, on the reuse method, and on what this one keeps and computes again. If
+all of these are equal, so are the pages, and the next question takes a reference to each instead of
+filling its own. Only the page in which the question begins is copied. Methods that choose without
+the question (`reuse`, `epic`) always share; SamKV shares where it makes the same choice.
 
 No reference is held here: pages of which the last holder is gone are simply not found.
 """
@@ -25,7 +25,7 @@ def fill_key(context: Context, tokens: np.ndarray, plan: RecomputePlan) -> bytes
     """A digest of everything that determines the pages; tokens: int64, of the whole prompt."""
     lengths = [document.length for document in context.documents]
     method = f"{type(context.reuse).__qualname__} {context.reuse!r}"
-    places = (context.num_prefix, context.offsets, lengths)
+    places = (context.num_prefix, context.offsets, lengths, context.adapter)
     digest = hashlib.blake2b(f"{method} {places}".encode(), digest_size=16)
     digest.update(tokens[: context.end].tobytes())
     for mask in (plan.kept, plan.recomputed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chu
         wanted = alone.generate(prompt, params(None))
         assert result.token_ids == wanted.token_ids
         for ours, theirs in zip(result.logprobs, wanted.logprobs, strict=True):
+            # float32, and W x + B A x is summed in another order than (W + B A) x.
             assert ours == pytest.approx(theirs, abs=1e-4)
     assert (
         len({tuple(one.token_ids) for one in (found[0], found[2])}) == 2
@@ -105,6 +107,30 @@ def test_documents_are_of_one_adapter(folders: dict[str, Path], tmp_path: Path, 
     assert llm.ask(**asked, params=params(None)).token_ids != ours.token_ids
 
 
+def test_running_questions_share_pages_with_the_same_adapter_only(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Pages of running questions over the same documents are shared, but not across adapters."""
+    llm = adapted(folders, documents=tmp_path)
+    for adapter in (None, "wide"):
+        llm.documents_with(adapter).add("one", {"prompt_token_ids": list(range(5, 69))})
+    question = {"prompt_token_ids": [7, 8, 9]}
+    alone = {
+        name: llm.ask(question, ["one"], reuse="reuse", params=params(name)).token_ids
+        for name in (None, "wide")
+    }
+    assert alone[None] != alone["wide"]
+    with ExitStack() as stack:
+        running = [
+            (name, llm.submit_ask(stack, question, ["one"], reuse="reuse", params=params(name)))
+            for name in (None, "wide", "wide", None)
+        ]
+        while llm.engine.has_work:
+            llm.engine.step()
+        for name, sequence in running:
+            assert sequence.generated == alone[name]
+
+
 def test_documents_of_another_adapter_are_missing(folders: dict[str, Path], tmp_path: Path) -> None:
     llm = adapted(folders, documents=tmp_path)
     llm.documents.add("one", {"prompt_token_ids": list(range(5, 69))})
@@ -128,6 +154,9 @@ def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
     llm = adapted(folders)
     with pytest.raises(UnknownNameError, match="did you mean 'wide'"):
         llm.generate(PROMPTS[0], params("wid"))
+    with pytest.raises(UnknownNameError, match="did you mean 'wide'"):
+        llm.generate(PROMPTS[:2], [params(None), params("wid")])
+    assert not llm.engine.has_work  # all prompts are checked before the first one is queued
     with pytest.raises(UnknownNameError, match=r"unknown adapter 'wide' \(known: none\)"):
         LLM(folders["base"], device="cpu").generate(PROMPTS[0], params("wide"))
 
