@@ -17,6 +17,7 @@ the window is longer than what these keep.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ class Packing:
             positions[layer, places[layer]] = tokens
         return cls(places, positions)
 
-    @property
+    @functools.cached_property
     def places(self) -> Tensor:
         """The place of each position: int32 [L, C]; -1 where the layer has no such token."""
         found = torch.full(self.positions.shape, -1, dtype=torch.int32)

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.cache import kept_tokens
-from keyhole.cache.kept_tokens import KeptTokenTable, PageList
+from keyhole.cache import page_list
+from keyhole.cache.kept_tokens import KeptTokenTable
 from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 from tests.cache.test_pages import PLAIN, make_cache
@@ -165,7 +166,7 @@ def test_memory_of_new_pages_is_taken_part_by_part(monkeypatch: pytest.MonkeyPat
     """Decode steps and loading took it before, several layers at once."""
     geometry = make_cache(PLAIN, PLAIN).geometry
     cache = PageCache(geometry, 9, dtype=torch.float32, device=torch.device("cpu"))
-    monkeypatch.setattr(kept_tokens, "HUGE_BYTES", 2 * cache.page_bytes // len(cache.keys))
+    monkeypatch.setattr(page_list, "HUGE_BYTES", 2 * cache.page_bytes // len(cache.keys))
     pages = PageList(cache, 20)
     assert pages.need(np.arange(20))
     for layer in cache.keys:

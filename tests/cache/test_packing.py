@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.cache.kept_tokens import NO_PAGE, PageList
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import NO_PAGE, PageList
 from keyhole.cache.pages import PageCache
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import LLM, SamplingParams
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.sequence import Sequence
 from keyhole.policies import make_policy
@@ -110,6 +110,29 @@ def test_a_question_holds_what_its_layers_keep(
         assert reused.sequence_ratio < union / 1.1  # so that there was something to pack
         assert reused.sequence_ratio <= reused.held_ratio <= 1.1 * reused.sequence_ratio
         assert sequence.stats().held_ratio == reused.held_ratio
+        finish(llm, sequence)
+
+
+@pytest.mark.parametrize("policy", [None, "quest", "delta"])
+@pytest.mark.parametrize("layers", [6, 32])
+def test_filling_holds_little_more_than_what_is_kept(
+    layers: int, policy: str | None, folder: Path
+) -> None:
+    """It held the pages of which any layer keeps a token, until each layer's tokens were packed."""
+    llm = started(folder / f"peak {layers} {policy}", layers, policy, prefix_cache=False)
+    cache = llm.engine.cache
+    with ExitStack() as stack:
+        cache.peak_pages = cache.in_use
+        sequence = begin(llm, stack)
+        reused = sequence.reused
+        assert reused is not None
+        final = len([page for page in sequence.pages if page != NO_PAGE])
+        # A token that one layer computes again is read in all of them: a few more in some layers.
+        needed = (reused.kept | reused.recomputed.any(0)).sum(1) - reused.kept.sum(1)
+        more = 2 + -(-int(needed.max()) // cache.page_size)
+        assert cache.peak_pages <= final + more
+        union = int(reused.kept.any(0).sum()) // cache.page_size
+        assert final + more < union
         finish(llm, sequence)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keyhole import LLM, SamplingParams
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.filled_pages import FilledPages
 from keyhole.engine.sequence import Sequence
 from keyhole.policies import make_policy

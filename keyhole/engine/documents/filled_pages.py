@@ -15,7 +15,7 @@ import hashlib
 
 import numpy as np
 
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.engine.documents.filling import Context
 from keyhole.reuse.base import RecomputePlan

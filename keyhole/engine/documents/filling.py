@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import NO_PAGE, PageList
 from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import NO_PAGE, PageList
 from keyhole.documents.store import StoredDocument
 from keyhole.reuse.base import Reuse
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.cache.kept_tokens import PageList
+from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
@@ -73,14 +74,20 @@ class Loader:
         """The documents as a reuse method sees them, on the CPU; facts are read on first use."""
         return self._facts.documents()
 
-    def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
+    def load(
+        self, wanted: Tensor, pages: PageList, packing: Packing | None = None
+    ) -> Iterator[None]:
         """Loads tokens, bool [L, T], into their pages, except those that are present.
 
-        A piece of a layer at each step of the iteration.
+        packing: where each layer has them; None: at their positions. A piece of a layer at each
+        step of the iteration.
         """
         missing = wanted & ~self.present
         for layer, row in enumerate(missing.numpy()):
-            yield from self._load_layer(layer, np.flatnonzero(row), pages)
+            places = self._positions
+            if packing is not None:
+                places = packing.places[layer].numpy()[places]
+            yield from self._load_layer(layer, np.flatnonzero(row), places, pages)
         self.present |= missing
 
     def facts(self) -> Iterator[None]:
@@ -89,22 +96,27 @@ class Loader:
             self._facts.read(layer)
             yield
 
-    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
-        """wanted: the tokens, ascending; short runs of them share a piece."""
+    def _load_layer(
+        self, layer: int, wanted: np.ndarray, places: np.ndarray, pages: PageList
+    ) -> Iterator[None]:
+        """wanted: the tokens, ascending; short runs of them share a piece. places: of all."""
         parts: list[_Rows] = []
         done = count = 0
         for part in self._parts(layer, wanted):
             parts.append(part)
             count += len(part[0])
             if count >= _PIECE:
-                self._put(layer, wanted[done : done + count], parts, pages)
+                run = wanted[done : done + count]
+                self._put(layer, run, parts, pages.slots(places[run]))
                 done, count, parts = done + count, 0, []
                 yield
         if parts:
-            self._put(layer, wanted[done:], parts, pages)
+            self._put(layer, wanted[done:], parts, pages.slots(places[wanted[done:]]))
             yield
 
-    def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[_Rows], pages: PageList) -> None:
+    def _put(
+        self, layer: int, tokens: np.ndarray, parts: Sequence[_Rows], slots: np.ndarray
+    ) -> None:
         key = torch.cat([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
@@ -113,9 +125,9 @@ class Loader:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
             key = self._rope_shift.shift(layer, kernels.dequantised(key), by[:, None])
-        slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
-        kernels.append(self._cache.keys[layer], values, key, value, slots)
+        sent = torch.from_numpy(slots).to(self._device)
+        kernels.append(self._cache.keys[layer], values, key, value, sent)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
         """The stored rows of the wanted tokens on the device, document by document."""
