@@ -53,8 +53,9 @@ class RetainedPages:
 class KeptTokenTable:
     """The kept tokens of every layer, a row per slot of the engine.
 
-    A slot without an entry has all tokens. The last row of layers is the union over all layers.
-    shares: whether layers read what another layer selected.
+    A slot without an entry has all tokens. The last row of layers is the union over all layers, at
+    positions.
+    shares: whether layers read a selection that is made once for several.
     """
 
     def __init__(
@@ -69,15 +70,26 @@ class KeptTokenTable:
         self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # Slots of the retrieval head's keys of tokens without a page; -1: with one.
+        self._unpaged = torch.full((num_slots, 0), -1, dtype=torch.int32, device=device)
         self._dropped = [0] * num_slots  # the fewest tokens that any layer dropped
         self._lost = [0] * num_slots  # tokens that all layers dropped
 
-    def set(self, slot: int, kept: Tensor, packing: Packing | None = None) -> None:
+    def set(
+        self,
+        slot: int,
+        kept: Tensor,
+        packing: Packing | None = None,
+        unpaged: Tensor | None = None,
+    ) -> None:
         """Slot `slot` has the first tokens in kept, bool [L, C], and all tokens after them.
 
-        packing: where they are; None: at their positions.
+        packing: where they are; None: at their positions. unpaged: `UnpagedTokens.table`.
         """
         length = kept.shape[1]
+        if unpaged is not None:
+            self._unpaged = _widened(self._unpaged, length, -1)
+            self._unpaged[slot, :length] = unpaged.to(self._unpaged.device)
         if self._shares:
             own = torch.arange(length, dtype=torch.int32).where(kept, -1)
             places = own if packing is None else packing.places
@@ -88,7 +100,8 @@ class KeptTokenTable:
             self._positions[:, slot, :length] = positions.to(self._positions.device)
         self._kept = _widened(self._kept, length)
         self._tokens = _widened(self._tokens, length)
-        kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
+        anywhere = (kept if packing is None else packing.places >= 0).any(0, keepdim=True)
+        kept = torch.cat([kept, anywhere]).to(self._kept.device)
         self._kept[:, slot, :length] = kept
         # Kept tokens first, in order; what follows them is never read.
         order = kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
@@ -103,6 +116,7 @@ class KeptTokenTable:
         """Slot `slot` has all tokens."""
         self._counts[:, slot] = 0
         self._ends[slot] = 0
+        self._unpaged[slot] = -1
         self._dropped[slot] = self._lost[slot] = 0
 
     def rows(
@@ -118,6 +132,7 @@ class KeptTokenTable:
             ends=self._ends[index],
             places=self._places[:, index] if self._shares else None,
             positions=self._positions[:, index] if self._shares else None,
+            unpaged=self._unpaged[index] if self._unpaged.shape[1] else None,
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             most=max(n - self._dropped[slot] for slot, n in both),
             most_anywhere=max(n - self._lost[slot] for slot, n in both),
@@ -125,7 +140,11 @@ class KeptTokenTable:
 
 
 class KeptTokenRows:
-    """The tokens that the sequences of one step have, [L, B, ...]; makes selections from them."""
+    """The tokens that the sequences of one step have, [L, B, ...]; makes selections from them.
+
+    unpaged: int32 [B, C], slots of tokens in `UnpagedKeys`, -1 for others; None if no prompt has
+    such tokens.
+    """
 
     def __init__(
         self,
@@ -136,10 +155,12 @@ class KeptTokenRows:
         ends: Tensor,
         places: Tensor | None,
         positions: Tensor | None,
+        unpaged: Tensor | None,
         lengths: Tensor,
         most: int,
         most_anywhere: int,
     ) -> None:
+        self.unpaged = unpaged
         self._kept = kept
         self._tokens = tokens
         self._counts = counts
@@ -153,7 +174,7 @@ class KeptTokenRows:
         self._found: dict[tuple[int, Selection], Selection] = {}
 
     def anywhere(self) -> Selection:
-        """All tokens that any layer has; unit 1."""
+        """The positions of all tokens that any layer has; unit 1."""
         return self.selection(-1)
 
     def selection(self, layer: int, window: int | None = None) -> Selection:
@@ -243,6 +264,6 @@ def _packed(indices: Tensor, wanted: Tensor) -> Selection:
     return Selection(packed.int(), counts, 1)
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
+def _widened(tensor: Tensor, width: int, value: int = 0) -> Tensor:
     short = width - tensor.shape[-1]
-    return tensor if short <= 0 else torch.nn.functional.pad(tensor, (0, short))
+    return tensor if short <= 0 else torch.nn.functional.pad(tensor, (0, short), value=value)

@@ -104,6 +104,17 @@ class PageList:
                 values[fresh[0], :, rest:] = 0
         return True
 
+    def page(self, entry: int) -> int:
+        """The physical page of an entry that has one."""
+        assert self._pages[entry] != NO_PAGE, f"entry {entry} has no page"
+        return int(self._pages[entry])
+
+    def replace(self, entry: int, page: int) -> None:
+        """Takes a page of another sequence, with the same content, for the own one."""
+        self._cache.share([page])
+        self._cache.release([self.page(entry)])
+        self._pages[entry] = page
+
     def move(self, positions: np.ndarray) -> bool:
         """Makes the pages those of these positions; returns False, with nothing changed, without
         space.
@@ -142,6 +153,11 @@ class PageList:
         assert (pages != NO_PAGE).all(), "a page is missing"
         slots: np.ndarray = pages * self._size + positions % self._size
         return slots
+
+    def has(self, positions: np.ndarray) -> np.ndarray:
+        """Whether the tokens at these positions have a page, bool."""
+        there: np.ndarray = self._pages[positions // self._size] != NO_PAGE
+        return there
 
     def table(self) -> np.ndarray:
         """Physical pages by position, int64; a gap is page 0, which is never read."""

@@ -440,6 +440,7 @@ class Scheduler:
         filled = filling.filled
         sequence.num_computed = filled.end
         sequence.kept, sequence.packing = filled.kept, filled.packing
+        sequence.unpaged = filled.unpaged
         sequence.reused = filled.reused
         if sequence.trace is not None:
             sequence.trace.packing = filled.packing
@@ -468,6 +469,9 @@ class Scheduler:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
         sequence.pages, sequence.kept, sequence.leaving = [], None, []
         sequence.packing = None
+        if sequence.unpaged is not None:
+            sequence.unpaged.release()
+            sequence.unpaged = None
 
     def lend(self, pages: Collection[int]) -> None:
         """Registers pages in which a document is encoded; `take_back` frees them."""

@@ -14,11 +14,13 @@ from keyhole import LLM, SamplingParams
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.sequence import Sequence
-from keyhole.policies import make_policy
+from keyhole.errors import ConfigError
+from keyhole.policies import available_controls, available_policies, make_policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
 from tests.engine.asking import BLOCK, WIDE, assembled, assert_near, tokens
 from tests.engine.test_documents import Masks
+from tests.policies.models import with_head
 
 NAMES = ["a", "b", "c", "d"]
 LENGTH = 160
@@ -40,13 +42,19 @@ ACROSS_LAYERS = {
     "delta": {"token_budget": 64, "full_layers": (0,), "delta_layers": (1, 3)},
     "omnikv": {"token_budget": 64, "full_layers": (0,), "filter_layers": (1,), "dense_after": 0},
     "tidal_decode": {"token_budget": 64, "full_layers": (0,), "selection_layers": (1, 3)},
+    "spe_context": {"token_budget": 64, "window_size": 8},
 }
 
 
-def started(folder: Path, layers: int, policy: Any = None, page_size: int = 4, **more: Any) -> LLM:
-    path = make_model("llama", folder, num_hidden_layers=layers, **WIDE)
-    store = folder / "store"
-    llm = LLM(path, device="cpu", page_size=page_size, policy=policy, documents=store, **more)
+def opened(folder: Path, policy: Any = None, page_size: int = 4, **more: Any) -> LLM:
+    path = next(folder.rglob("config.json")).parent
+    model, store = with_head(path), folder / "store"
+    return LLM(model, device="cpu", page_size=page_size, policy=policy, documents=store, **more)
+
+
+def started(folder: Path, layers: int, policy: Any = None, **more: Any) -> LLM:
+    make_model("llama", folder, num_hidden_layers=layers, **WIDE)
+    llm = opened(folder, policy, **more)
     for name, ids in TEXTS.items():
         llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
     return llm
@@ -76,11 +84,15 @@ def finish(llm: LLM, sequence: Sequence) -> torch.Tensor:
     assert sequence.error is None
     llm.engine.check_integrity()
     assert llm.engine.cache.in_use == llm.engine.cache.num_aside
+    assert llm.engine.cache.reserved == 0
     return torch.stack(sequence.logits)
 
 
 def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
-    """Bytes of the tensors of its pages before the question, and of what layers keep there."""
+    """Bytes of the tensors of its pages before the question, and of what layers keep there.
+
+    With a retrieval head, also those of its keys, of the tokens that any layer keeps.
+    """
     cache, end = llm.engine.cache, len(sequence.prompt) - len(QUESTION)
     entries = sequence.pages[: -(-end // cache.page_size)]
     pages = [page for page in entries if page != NO_PAGE]
@@ -91,10 +103,18 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
         one = cache.keys[layer][:1].nbytes + cache.values[layer][:1].nbytes
         held += len(pages) * one
         kept += (int(row.sum()) + others) * one // cache.page_size
+    head = llm.engine.head_runner
+    if head is not None:
+        one = cache.common["head_keys"][:1].nbytes
+        held += len(pages) * one
+        if head.unpaged.in_use:
+            held += head.unpaged.keys.nbytes
+        union = int(sequence.reused.kept.any(0).sum()) + others
+        kept += union * one // cache.page_size
     return held, kept
 
 
-@pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode"])
+@pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
 def test_a_question_holds_what_its_layers_keep(
     layers: int, policy: str | None, folder: Path
@@ -113,7 +133,7 @@ def test_a_question_holds_what_its_layers_keep(
         finish(llm, sequence)
 
 
-@pytest.mark.parametrize("policy", [None, "quest", "delta"])
+@pytest.mark.parametrize("policy", [None, "quest", "delta", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 32])
 def test_filling_holds_little_more_than_what_is_kept(
     layers: int, policy: str | None, folder: Path
@@ -134,6 +154,40 @@ def test_filling_holds_little_more_than_what_is_kept(
         union = int(reused.kept.any(0).sum()) // cache.page_size
         assert final + more < union
         finish(llm, sequence)
+
+
+#: Policies that need more of a prompt than its kept keys and values: they are refused by name.
+REFUSED = {"infllm", "r_kv", "snapkv", "clusterkv", "shadowkv"}
+EVERY = {**available_policies(), **available_controls()}
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> torch.Tensor:
+    """The logits of an answer under full attention, over tokens at their positions."""
+    llm = started(folder / "every", 4)
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DocumentPrefill, "packs", False)
+        return finish(llm, begin(llm, stack))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.Tensor) -> None:
+    """With a budget above the length the answer is the dense one; with a small one it runs."""
+    has_budget = "token_budget" in EVERY[name].__dataclass_fields__
+    for budget in (4096, 48) if has_budget else (None,):
+        policy = make_policy(name, {} if budget is None else {"token_budget": budget})
+        llm = opened(folder / "every", policy)
+        with ExitStack() as stack:
+            if name in REFUSED:
+                with pytest.raises(ConfigError, match=f"policy '{name}' needs"):
+                    begin(llm, stack)
+                return
+            sequence = begin(llm, stack)
+            assert sequence.packing is not None
+            found = finish(llm, sequence)
+            if budget == 4096:
+                assert_near(found, dense)
+            assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("name", PER_LAYER)

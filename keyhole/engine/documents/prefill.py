@@ -14,6 +14,7 @@ The work is divided into units, which `DocumentFiller` runs in the remaining tim
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from keyhole.cache.packing import Packing
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.integrity import RecordError
 from keyhole.engine.documents.filled_pages import FilledPages, fill_key
 from keyhole.engine.documents.filling import (
@@ -39,6 +41,7 @@ from keyhole.engine.documents.filling import (
 )
 from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses, PassTokens
 from keyhole.engine.documents.loader import Loader, PlacedHead
+from keyhole.engine.documents.page_keys import PageKey, page_keys
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
@@ -140,7 +143,8 @@ class DocumentPrefill:
     @property
     def packs(self) -> bool:
         """Whether layers may store different tokens in one page."""
-        return self._policy.selects_per_layer or self._policy.shares_by_scores
+        policy = self._policy
+        return policy.selects_per_layer or policy.shares_by_scores or policy.selects_positions
 
     @property
     def fills_packed(self) -> bool:
@@ -183,8 +187,8 @@ class DocumentPrefill:
         return Loader(context, self._cache, self._rope_shift, self._model.device)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
-        """Writes the retrieval head's keys of a prompt; None without a head."""
-        if self._head_runner is None:
+        """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
+        if self._head_runner is None or not self._policy.wants_head:
             return None
         return PlacedHead(self._head_runner, self._cache, context, tokens, self._model.device)
 
@@ -207,6 +211,7 @@ class _Prompt:
         self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
         self._loader = owner.loader(context)
         self._head = owner.head(context, tokens)
+        self._unpaged: UnpagedTokens | None = None
         self._filled = FilledPrompt(context, tokens, self._documents, pages)
 
     def fill(self) -> Units:
@@ -226,9 +231,14 @@ class _Prompt:
             deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
-        packing = yield from self._share_or_write(plan)
+        try:
+            packing = yield from self._share_or_write(plan)
+        except BaseException:  # GeneratorExit, too: the request may be aborted in between
+            if self._unpaged is not None:
+                self._unpaged.release()
+            raise
         kept = self._everywhere(plan.kept) if packing is None else packing.kept
-        return Filled(self._context.end, kept, packing, self._report(plan))
+        return Filled(self._context.end, kept, packing, self._unpaged, self._report(plan))
 
     def _share_or_write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Takes the pages of a running question if they are the same, else writes them."""
@@ -236,12 +246,13 @@ class _Prompt:
         if filled is None:
             return (yield from self._write(plan))
         key = fill_key(self._context, self._tokens, plan)
-        entries = filled.find(key)
-        if entries is None:
+        yield "pages"
+        found = filled.find(key)  # its pages may be gone after another step
+        if found is None:
             packing = yield from self._write(plan)
         else:
-            packing = yield from self._adopt(entries, plan)
-        filled.remember(key, self._pages.listed(self._context.end))
+            packing = yield from self._adopt(*found, plan)
+        filled.remember(key, self._pages.listed(self._context.end), self._unpaged)
         return packing
 
     def _write(self, plan: RecomputePlan) -> _Work[Packing | None]:
@@ -260,30 +271,70 @@ class _Prompt:
             yield from self._need(places)
         else:
             yield from self._pack(None, filling, self._present(needed))
+        packing = self._packing(plan.kept)
+        if filling is None or packing is None:
+            is_final = filling is packing
+        else:
+            is_final = torch.equal(filling.kept, packing.kept)
+        keys = yield from self._page_keys(plan, packing)
+        if is_final and self._owner.filled is not None:
+            for key in self._owner.filled.take_stored(keys, self._pages):
+                self._loader.mark(key.positions)
         stored = needed if self._reuse.fuses else needed & ~plan.recomputed
         yield from _each("load", self._loader.load(stored, self._pages, filling))
         yield from self._compute(plan, again, filling)
-        packing = self._packing(plan.kept)
         if packing is None:
             places = self._documents[plan.kept.any(0).numpy()]
             self._pages.keep(np.concatenate([self._always, places]))
-        elif filling is None or not torch.equal(filling.kept, packing.kept):
+        elif not is_final:
             everything = torch.ones(packing.kept.shape, dtype=torch.bool)
             yield from self._pack(filling, packing, everything)
         if self._head is not None:
-            rows = np.union1d(self._loose, self._documents[plan.kept.any(0).numpy()])
-            yield from _each("head", self._head.write(rows, self._pages))
+            yield from self._write_head(self._head, plan)
         yield from _each("summarise", self._owner.summarise(self._pages.present()))
+        if self._owner.filled is not None:
+            self._owner.filled.share(keys, self._pages)
         return packing
 
-    def _adopt(self, entries: list[int], plan: RecomputePlan) -> _Work[Packing | None]:
-        """Takes the pages of a running question over the same tokens, as `_write` fills them."""
+    def _page_keys(self, plan: RecomputePlan, packing: Packing | None) -> _Work[list[PageKey]]:
+        """Keys of the pages that other questions may hold, too.
+
+        There are none if a page has places that layers do not read, or keys of the retrieval head,
+        which belong to other tokens.
+        """
+        is_partial = packing is None and not plan.kept.all()
+        if self._owner.filled is None or self._head is not None or is_partial:
+            return []
+        size, found = self._owner.geometry.page_size, []
+        keys = page_keys(self._context, self._tokens, plan, packing, size)
+        while some := list(islice(keys, _KEYS)):
+            yield "keys"
+            found += some
+        return found
+
+    def _write_head(self, head: PlacedHead, plan: RecomputePlan) -> _Work[None]:
+        """Writes the retrieval head's keys of tokens that any layer keeps."""
         yield "pages"
+        rows = np.union1d(self._loose, self._documents[plan.kept.any(0).numpy()])
+        unpaged = head.hold(rows, self._pages)
+        if unpaged is None:
+            self._owner.evict(len(rows) // self._owner.geometry.page_size + 1)
+            unpaged = head.hold(rows, self._pages)
+            if unpaged is None:
+                raise OutOfPages
+        self._unpaged = unpaged
+        yield from _each("head", head.write(rows, self._pages, unpaged))
+
+    def _adopt(
+        self, entries: list[int], unpaged: UnpagedTokens | None, plan: RecomputePlan
+    ) -> _Work[Packing | None]:
+        """Takes the pages of a running question over the same tokens, as `_write` fills them."""
         end = self._context.end
         if not self._pages.adopt(entries, end):
             self._owner.evict(1)
             if not self._pages.adopt(entries, end):
                 raise OutOfPages
+        self._unpaged = None if unpaged is None else unpaged.share()
         if end % self._owner.geometry.page_size:
             last = self._pages.slots(np.array([end - 1])) // self._owner.geometry.page_size
             yield from _each("summarise", self._owner.summarise(last))
@@ -456,5 +507,7 @@ def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
             return
 
 
+#: The page keys that one unit makes.
+_KEYS = 64
 #: What no iteration gives.
 _DONE = object()
