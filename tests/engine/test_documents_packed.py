@@ -13,6 +13,7 @@ import torch
 from keyhole import LLM, SamplingParams
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.prefill import DocumentPrefill
+from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.policies import available_controls, available_policies, make_policy
@@ -285,6 +286,55 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
         assert most <= 2
         for sequence, wanted in zip(sequences, alone, strict=True):
             assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["full", "quest", "delta", "spe_context"])
+def test_questions_that_grow_and_are_preempted_answer_as_alone(
+    name: str, shared: bool, folder: Path
+) -> None:
+    """The cache grows under them, and the younger one is filled and computed again."""
+    settings = ACROSS_LAYERS.get(name, {"token_budget": 64} if name == "quest" else {})
+    policy, place = make_policy(name, settings), folder / f"grown {name} {shared}"
+    params = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
+    orders = [NAMES, NAMES if shared else NAMES[1:] + NAMES[:1]]
+    preempted: list[Sequence] = []
+
+    def add(llm: LLM, stack: ExitStack, names: list[str]) -> Sequence:
+        method = SAM_KV.resolve(llm.engine.geometry)
+        asked = assembled(llm, stack, names, QUESTION, method, PREFIX, SEPARATOR)
+        return llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
+
+    with ExitStack() as stack:
+        llm = started(place, 6, policy, prefix_cache=False)
+        cache, alone, held = llm.engine.cache, [], []
+        for names in orders:
+            alone.append(add(llm, stack, names))
+            while not alone[-1].is_finished:
+                held.append(set(alone[-1].pages) - {NO_PAGE})
+                llm.engine.step()
+        assert cache.capacity > 64  # it has grown
+        each = max(map(len, held))
+        pages = each + 20 if shared else 2 * each - 20
+        tight = opened(place, policy, memory=pages * cache.page_bytes, prefix_cache=False)
+        schedule = tight.engine.scheduler.schedule
+
+        def watched() -> SchedulerOutput:
+            plan = schedule()
+            preempted.extend(plan.preempted)
+            return plan
+
+        tight.engine.scheduler.schedule = watched  # type: ignore[method-assign]
+        sequences = [add(tight, stack, names) for names in orders]
+        while tight.engine.has_work:
+            tight.engine.step()
+            tight.engine.check_integrity()
+        assert preempted
+        for sequence, wanted in zip(sequences, alone, strict=True):
+            assert sequence.error is None
+            assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
+        assert tight.engine.cache.in_use == tight.engine.cache.num_aside
+        assert tight.engine.cache.reserved == 0
 
 
 @pytest.mark.parametrize("policy", [None, "delta", "quest"])

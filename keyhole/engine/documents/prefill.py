@@ -272,10 +272,7 @@ class _Prompt:
         else:
             yield from self._pack(None, filling, self._present(needed))
         packing = self._packing(plan.kept)
-        if filling is None or packing is None:
-            is_final = filling is packing
-        else:
-            is_final = torch.equal(filling.kept, packing.kept)
+        is_final = _is_same(filling, packing)
         keys = yield from self._page_keys(plan, packing)
         if is_final and self._owner.filled is not None:
             for key in self._owner.filled.take_stored(keys, self._pages):
@@ -497,6 +494,13 @@ class _Prompt:
             else:
                 found.append(np.union1d(loose, self._documents[row]))
         return found
+
+
+def _is_same(one: Packing | None, other: Packing | None) -> bool:
+    """Whether two packings of a prompt, of which one keeps what the other does, are the same."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.kept, other.kept)
 
 
 def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
