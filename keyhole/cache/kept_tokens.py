@@ -89,6 +89,7 @@ class KeptTokenTable:
         length = kept.shape[1]
         if unpaged is not None:
             self._unpaged = _widened(self._unpaged, length, -1)
+            self._unpaged[slot] = -1  # a longer prompt may have stood there
             self._unpaged[slot, :length] = unpaged.to(self._unpaged.device)
         if self._shares:
             own = torch.arange(length, dtype=torch.int32).where(kept, -1)

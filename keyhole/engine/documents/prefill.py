@@ -159,7 +159,7 @@ class DocumentPrefill:
         new: Packing,
         there: Tensor,
     ) -> Iterator[None]:
-        """Moves tokens of each layer to their places, one layer per iteration.
+        """Moves each layer's tokens where `new` has them, one layer per iteration.
 
         before: the page table by which they are found. old: their former places; None: their
         positions. there: bool [L, C], whose keys and values there are.
