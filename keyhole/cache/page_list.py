@@ -109,11 +109,13 @@ class PageList:
         assert self._pages[entry] != NO_PAGE, f"entry {entry} has no page"
         return int(self._pages[entry])
 
-    def replace(self, entry: int, page: int) -> None:
-        """Takes a page of another sequence, with the same content, for the own one."""
-        self._cache.share([page])
-        self._cache.release([self.page(entry)])
-        self._pages[entry] = page
+    def take(self, entry: int, page: int) -> None:
+        """Takes a page of another sequence, with the same content, instead of an own one."""
+        own = int(self._pages[entry])
+        if own != page:
+            self._cache.share([page])
+            self._pages[entry] = page
+            self._cache.release([own] if own != NO_PAGE else [])
 
     def move(self, positions: np.ndarray) -> bool:
         """Makes the pages those of these positions; returns False, with nothing changed, without

@@ -453,7 +453,7 @@ class Scheduler:
 
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if the kept and the coming tokens can never fit together."""
-        length = min(len(sequence.tokens) + sequence.max_tokens, self._max_length)
+        length = min(sequence.token_limit, self._max_length)
         size = self._cache.page_size
         pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
         if pages > self._cache.max_pages:

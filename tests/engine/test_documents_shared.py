@@ -152,6 +152,9 @@ def test_a_document_is_held_once_beside_other_documents(
         full = end // SIZE
         assert pages[0][:full] == pages[1][:full] == pages[3][:full]
         assert not {*pages[0][full:]} & {*pages[1][full:]}
+        assert found[1].reused is not None
+        assert wanted[1].reused is not None
+        assert found[1].reused.bytes_read < 0.7 * wanted[1].reused.bytes_read
         # The second document is at the same position, too. After EPIC its beginning saw another.
         same = [one == other for one, other in zip(pages[0], pages[2], strict=True)]
         first = full + 1 if method == "reuse" else -(-(end + 1 + 4) // SIZE)

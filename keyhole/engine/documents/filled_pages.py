@@ -68,10 +68,7 @@ class FilledPages:
         return found.entries, found.unpaged
 
     def take_stored(self, keys: list[PageKey], pages: PageList) -> list[PageKey]:
-        """Takes the pages of stored tokens that are held; returns their keys.
-
-        pages: has a page for each key, which is freed.
-        """
+        """Takes the pages of stored tokens that are held; returns their keys."""
         return [key for key in keys if key.is_stored and self._take(key, pages)]
 
     def share(self, keys: list[PageKey], pages: PageList) -> None:
@@ -86,8 +83,7 @@ class FilledPages:
         page, stamp = self._pages.get(key.digest, (NO_PAGE, NO_PAGE))
         if page == NO_PAGE or self._cache.stamp(page) != stamp:
             return False
-        if page != pages.page(key.entry):
-            pages.replace(key.entry, page)
+        pages.take(key.entry, page)
         return True
 
     def _is_held(self, one: _Filled) -> bool:

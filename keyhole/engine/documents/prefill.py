@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.cache.packing import Packing
+from keyhole.cache.packing import Packing, move_tokens
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
@@ -152,35 +151,10 @@ class DocumentPrefill:
         return self.packs and all(layout.window is None for layout in self.geometry.layers)
 
     def move(
-        self,
-        before: Tensor,
-        pages: PageList,
-        old: Packing | None,
-        new: Packing,
-        there: Tensor,
+        self, pages: PageList, before: Tensor, old: Packing | None, new: Packing, there: Tensor
     ) -> Iterator[None]:
-        """Moves each layer's tokens where `new` has them, one layer per iteration.
-
-        before: the page table by which they are found. old: their former places; None: their
-        positions. there: bool [L, C], whose keys and values there are.
-        """
-        cache = self._cache
-        cleared = self.passes.send(pages.listed_pages()) if any(cache.data) else None
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            positions, places = new.moves(layer)
-            has = there[layer].numpy()[positions]
-            former, places = positions[has], places[has]
-            if old is not None:
-                former = old.places[layer].numpy()[former]
-            tokens, shared = self.passes.send(former), cache.geometry.layers[layer].shared_values
-            key = kernels.gather_rows(keys, before, tokens)
-            value = None if shared else kernels.gather_rows(values, before, tokens)
-            if cleared is not None:  # summaries see nothing of former tokens
-                keys[cleared] = 0
-                values[cleared] = 0
-            slots = self.passes.send(pages.slots(places))
-            kernels.append(keys, None if shared else values, key, value, slots)
-            yield
+        """As `move_tokens`, in the cache."""
+        return move_tokens(self._cache, pages, before, old, new, there)
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
@@ -265,18 +239,17 @@ class _Prompt:
         again = plan.recomputed.any(0)
         needed = plan.kept | again
         filling = self._packing(needed) if self._owner.fills_packed else None
+        packing = self._packing(plan.kept)
+        is_final = _is_same(filling, packing)
+        keys = yield from self._page_keys(plan, packing)
+        if filling is not None:
+            yield from self._pack(None, filling, self._present(needed))
+        if is_final:
+            self._take_stored(keys)
         if filling is None:
             places = self._documents[needed.any(0).numpy()]
             self._pages.keep(np.concatenate([self._always, places]))
             yield from self._need(places)
-        else:
-            yield from self._pack(None, filling, self._present(needed))
-        packing = self._packing(plan.kept)
-        is_final = _is_same(filling, packing)
-        keys = yield from self._page_keys(plan, packing)
-        if is_final and self._owner.filled is not None:
-            for key in self._owner.filled.take_stored(keys, self._pages):
-                self._loader.mark(key.positions)
         stored = needed if self._reuse.fuses else needed & ~plan.recomputed
         yield from _each("load", self._loader.load(stored, self._pages, filling))
         yield from self._compute(plan, again, filling)
@@ -292,6 +265,12 @@ class _Prompt:
         if self._owner.filled is not None:
             self._owner.filled.share(keys, self._pages)
         return packing
+
+    def _take_stored(self, keys: list[PageKey]) -> None:
+        """Takes pages of stored tokens from running questions, so that they are not loaded."""
+        if self._owner.filled is not None:
+            for key in self._owner.filled.take_stored(keys, self._pages):
+                self._loader.mark(key.positions)
 
     def _page_keys(self, plan: RecomputePlan, packing: Packing | None) -> _Work[list[PageKey]]:
         """Keys of the pages that other questions may hold, too.
@@ -347,7 +326,7 @@ class _Prompt:
     def _pack(self, old: Packing | None, new: Packing, there: Tensor) -> _Work[None]:
         """Moves what each layer has to its places, and releases the other pages.
 
-        old, there: as in `DocumentPrefill.move`.
+        old, there: as in `move_tokens`.
         """
         yield "pages"
         before = self._owner.passes.send(self._pages.table())
@@ -357,7 +336,7 @@ class _Prompt:
             if not self._pages.move(places):
                 raise OutOfPages
         yield from _each("clear", self._pages.clear())
-        yield from _each("pack", self._owner.move(before, self._pages, old, new, there))
+        yield from _each("pack", self._owner.move(self._pages, before, old, new, there))
         self._pages.settle()
 
     def _present(self, needed: Tensor) -> Tensor:
