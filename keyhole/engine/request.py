@@ -119,6 +119,16 @@ class RequestPolicy:
 DENSE = RequestPolicy(Full(), Full())
 
 
+def resolved_policy(policy: Policy, geometry: Geometry) -> Policy:
+    """A policy resolved for a model. ConfigError beside an indexer, which selects already."""
+    if geometry.index_topk is not None and not policy.dense:
+        raise ConfigError(
+            f"policy {policy.name!r} cannot be used with this model, whose own indexer selects "
+            f"{geometry.index_topk} tokens in each layer; leave policy out"
+        )
+    return policy.resolve(geometry)
+
+
 def requested(spec: PolicySpec, own: Policy, num_layers: int) -> Policy:
     """The policy of a call, not resolved; own: the engine's, as it was given.
 
