@@ -33,7 +33,6 @@ from keyhole.engine.request import (
     length_limit,
     longest,
     requested,
-    resolved_policy,
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, DraftCounters, Sequence
@@ -86,7 +85,7 @@ class Engine:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
-        self._given, self.policy = policy, resolved_policy(policy, self.geometry)
+        self._given, self.policy = policy, requested(policy, policy, self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
         # Other engines' prompts are exact, or computed under another policy.
@@ -194,8 +193,7 @@ class Engine:
         """
         if policy is None:
             return self._own
-        made = requested(policy, self._given, self.geometry.num_layers)
-        made = resolved_policy(made, self.geometry)
+        made = requested(policy, self._given, self.geometry)
         for known in self._runners:
             if known.policy == made:
                 return known
