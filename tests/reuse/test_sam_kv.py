@@ -78,7 +78,7 @@ def plain_plan(
 
     personal = []
     for layer in range(depth):
-        local = [d.layers[layer].block_queries[-last:].double().mean(0) for d in documents]
+        local = [d.layers[layer].local_queries[-last:].double().mean(0) for d in documents]
         row = []
         for i in range(count):
             own = generic[layer].clone()
