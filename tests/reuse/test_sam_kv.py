@@ -453,6 +453,7 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
         ({"num_initial_blocks": -1}, "num_initial_blocks -1 must be a whole number >= 0"),
         ({"num_local_blocks": True}, "num_local_blocks True"),
         ({"num_local_blocks": 0}, "num_local_blocks 0 must be at least 1 with bias"),
+        ({"num_local_blocks": 5}, "num_local_blocks 5 must be at most 4 with bias"),
         (
             {"num_initial_blocks": 0, "num_local_blocks": 0, "bias": False},
             "num_initial_blocks 0 must be at least 1 together",
