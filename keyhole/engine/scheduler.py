@@ -501,11 +501,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
-        sequence.pages, sequence.kept, sequence.leaving = [], None, []
-        sequence.packing = None
-        if sequence.unpaged is not None:
-            sequence.unpaged.release()
-            sequence.unpaged = None
+        sequence.forget_pages()
 
     def lend(self, pages: Collection[int]) -> None:
         """Registers pages in which a document is encoded; `take_back` frees them."""

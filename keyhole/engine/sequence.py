@@ -202,6 +202,13 @@ class Sequence:
         self.changes_scores = self.params.changes_scores
         self.trace = ReadTrace(self.num_prompt) if self.params.trace else None
 
+    def forget_pages(self) -> None:
+        """Empties the page list, whose pages were released, and what belongs to it."""
+        self.pages, self.kept, self.leaving, self.packing = [], None, [], None
+        if self.unpaged is not None:
+            self.unpaged.release()
+            self.unpaged = None
+
     @property
     def reads(self) -> list[TokenReads] | None:
         """What was read for its generated tokens; None if not requested."""
