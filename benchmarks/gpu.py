@@ -66,7 +66,10 @@ _PIECE_BYTES = 12 << 20
 TESTS = {
     1: (
         "tests of kernels",
-        ["test_kernels.py", "test_moves.py", "test_paged_flash.py", "test_prefill.py"],
+        [
+            f"test_{name}.py"
+            for name in ("kernels", "moves", "projections", "paged_flash", "prefill")
+        ],
     ),
     13: ("tests of graphs and of layers on the host", ["test_graphs.py", "test_offload.py"]),
     14: ("tests of the engine", ["test_device.py", "test_documents.py"]),

@@ -79,6 +79,28 @@ def attention(
     return out[None], None
 
 
+def rotate_and_attend(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rope: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """Attention of one layer for a packed row that is not rotated yet; returns [T, Hq, D].
+
+    layer: transformers' number of it. query [T, Hq, D], key and value [T, Hkv, D]; rope: cosines
+    and sines [T, D]. The layer has no softcap and no sinks; the batch recomputes no stored tokens.
+    """
+    cache = batch.cache
+    layer = cache.geometry.number(layer)
+    pages = cache.keys[layer], cache.values[layer]
+    query, key = kernels.apply_rope_and_append(*pages, query, key, value, *rope, batch.slots)
+    options = {"scale": scale, "softcap": None, "sinks": None}
+    return _read(batch, layer, query, key, value, cache.geometry.layers[layer].window, options)
+
+
 def _paged(
     batch: Batch,
     layer: int,
@@ -89,12 +111,26 @@ def _paged(
     options: dict[str, Any],
 ) -> Tensor:
     """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
-    cache = batch.cache
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if batch.rewrite is None:
         kernels.append(keys, None if value is None else values, key, value, batch.slots)
     else:
         selective_recompute.write(batch, batch.rewrite, layer, (key, value))
+    return _read(batch, layer, query, key, value, window, options)
+
+
+def _read(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Reads for query [T, Hq, D] once key and value [T, Hkv, D] are written; [T, Hq, Dv]."""
+    cache = batch.cache
+    keys = cache.keys[layer]
     if batch.touched is not None and batch.filled is not None and window is None:
         keeper = batch.policy if batch.keeper is None else batch.keeper
         keeper.on_append(keys, cache.data[layer], batch.touched, batch.filled)

@@ -44,6 +44,7 @@ from keyhole.models.locate import (
 )
 from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import own_attention, recurrent_layers, sequence_adapters, sequence_rope
+from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
@@ -271,6 +272,7 @@ def _model(
     recurrent_layers.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
+    fuse_layers(network, place)
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
     max_length, reason = families.max_length(config, rope)
     folder = Path(name)
