@@ -28,6 +28,7 @@ from benchmarks.paper.settings import (
 )
 from benchmarks.paper.traffic_lower_bound import weights_read
 from keyhole.bench import decode, measure, offload
+from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.measure import Report
 from keyhole.bench.model import RESERVE_BYTES
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, require_known
@@ -90,8 +91,13 @@ def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> L
 
 
 def _steps(settings: StepSettings, report: Report) -> Line:
-    """The decode benchmark's line, with the bytes of the weights that a step reads."""
+    """The decode benchmark's line, with the bytes of the weights that a step reads.
+
+    FlashInfer's dense steps are measured beside the others on a GPU where it is installed.
+    """
     asked = settings.decode
+    if is_installed() and measure.device(asked.device).type == "cuda":
+        asked = replace(asked, systems=(*asked.systems, "flashinfer"))
     itemsize: int = getattr(torch, asked.dtype).itemsize
     labels = dict(zip(asked.contexts, settings.labels, strict=True))
     line = decode.run(asked, report)
