@@ -25,11 +25,11 @@ EXACT = """
     cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
     falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2
     gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama
+    helium hunyuan_v1_dense hunyuan_v1_moe jais2 jamba jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama
     llama4_text longcat_flash mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral
     mixtral mpt nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe
     qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
-    stablelm starcoder2 vaultgemma xglm youtu
+    stablelm starcoder2 vaultgemma xglm youtu zamba zamba2 zaya
 """.split()
 
 #: Shapes that a family's default config does not have.
@@ -82,12 +82,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "a shared layer with adapters and RoPE": (
+        "zamba2",
+        {"use_shared_attention_adapter": True, "use_mem_rope": True, "num_mem_blocks": 2},
+    ),
     "MLA without a rank for queries": ("deepseek_v3", {"q_lora_rank": None}),
 }
 
 
-#: 1.7e-4 was measured, below the gate's own tolerance; every other family stays under 1e-4.
-_LARGER_ERRORS = {"bailing_hybrid": 2e-4}
+#: Measured, below the gate's own tolerance; every other family stays under 1e-4. Zamba 2's is that
+#: of transformers in float32: against float64 the engine differs by 7e-5 and transformers by 1e-4.
+_LARGER_ERRORS = {"bailing_hybrid": 2e-4, "zamba2": 3e-4}
 
 
 @pytest.mark.one_in(8)
@@ -114,7 +119,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
         ("bert", "is an encoder"),
         ("bart", "encoder-decoder"),
         ("mamba", "recurrent state"),
-        ("recurrent_gemma", "a recurrent state in a way of its own"),
+        ("recurrent_gemma", "its recurrent state in the module"),
         ("deepseek_v32", "by its own indexer"),
         ("blt", "consists of several models"),
         ("openai-gpt", "a small model fails with"),

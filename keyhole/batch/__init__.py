@@ -1,10 +1,10 @@
 """Files of requests in OpenAI's batch format, each line answered exactly once: `keyhole batch`.
 
-    lines.py    lines of the input: identity, checks, shards
-    output.py   the output file: what it has, a repaired end, what is added
-    answer.py   lines to the server's application, several at a time
-    run.py      a whole file
+    lines.py    lines of the input: their ids, checks, shards
+    output.py   the output file: reads it, repairs its end, appends to it
+    answer.py   sends lines to the server's application, several at a time
+    run.py      runs a whole file
 
-A line is answered by the application of `keyhole serve`, without a socket, so that answers and
-errors are the server's. Needs the extra `keyhole[serve]`.
+The application of `keyhole serve` answers each line, without a socket, so answers and errors are
+the same as the server's. Needs the extra `keyhole[serve]`.
 """

@@ -1,4 +1,4 @@
-"""Answers lines by the server's application, several at a time, without a socket."""
+"""Answers lines with the server's application, several at a time, without a socket."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from keyhole.batch.lines import BatchRequest
 from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig
 
-#: More than any file has: it is the user's own, and waits as long as it takes.
+#: Larger than any file: the server's limits protect it from clients, and this file is the user's
+#: own.
 _NO_LIMIT = 2**62
 
 SETTINGS = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
-"""Of the server's settings, those that a batch has too."""
+"""The settings of the server that a batch also has."""
 
 
 def batch_app(llm: AsyncLLM, settings: dict[str, Any]) -> FastAPI:
-    """The server's application without its limits; settings: some of SETTINGS."""
+    """The server's application without its limits; settings: values for some of SETTINGS."""
     config = ServerConfig(**settings, max_queue=_NO_LIMIT, max_body=_NO_LIMIT, page=False)
     return create_app(llm, config)
 
@@ -31,9 +32,9 @@ def batch_app(llm: AsyncLLM, settings: dict[str, Any]) -> FastAPI:
 async def answers(
     app: FastAPI, requests: Iterable[BatchRequest], at_once: int
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """An entry of the output for each request, in the order in which they are done.
+    """Yields an entry of the output for each request, in order of completion.
 
-    at_once: requests that are given to the engine together.
+    at_once: the most requests in the engine at a time.
     """
     waiting = iter(requests)
     running: set[asyncio.Task[dict[str, Any]]] = set()
@@ -93,7 +94,7 @@ async def _post(app: FastAPI, path: str, body: Any, identity: str) -> tuple[int,
     async def receive() -> MutableMapping[str, Any]:
         if begun:
             return begun.pop()
-        # What comes after the body is that the client leaves, which it does not.
+        # The only event after the body is a disconnect, which never happens here.
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 

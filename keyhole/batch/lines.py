@@ -12,29 +12,31 @@ from typing import Any
 from keyhole.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-#: What every id of an answer begins with, as OpenAI's do.
+#: The prefix of every id of an answer, as in OpenAI's API.
 ID_PREFIX = "batch_req_"
-#: The code of the mistake that other lines tell.
+#: The error code of a line whose custom_id an earlier line has.
 REPEATED = "duplicate_custom_id"
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of the input that is not blank. number: from 1."""
+    """A line of the input that is not blank. number: counted from 1."""
 
     number: int
     text: bytes
 
     @property
     def id(self) -> str:
-        """Of its answer: it follows from number and content, so that a later run knows it again."""
+        """The id of its answer. It is derived from number and content, so a later run finds the
+        same id.
+        """
         found = hashlib.sha256(b"%d %b" % (self.number, self.text)).hexdigest()
         return ID_PREFIX + found[:32]
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a line asks for, or `problem`, a code and a message, where that is not clear."""
+    """The request in a line, or `problem`, an error code and a message, if the line is invalid."""
 
     line: BatchLine
     custom_id: str | None
@@ -59,12 +61,12 @@ class Shard:
         raise ConfigError(f"--shard {text!r} must be i/n with i from 1 to n, such as 2/8")
 
     def has(self, line: BatchLine) -> bool:
-        """Whether the line belongs to it."""
+        """Whether the line belongs to this shard."""
         return (line.number - self.index) % self.count == 0
 
 
 def lines_of(texts: Iterable[bytes]) -> Iterator[BatchLine]:
-    """The lines of a file, without blank ones and without their ends."""
+    """The lines of a file that are not blank, without line ends."""
     for number, text in enumerate(texts, 1):
         stripped = text.strip()
         if stripped:
@@ -72,7 +74,7 @@ def lines_of(texts: Iterable[bytes]) -> Iterator[BatchLine]:
 
 
 def read_lines(path: str | Path) -> Iterator[BatchLine]:
-    """The lines of a file on this machine; ConfigError if it cannot be read."""
+    """The lines of a local file; ConfigError if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             yield from lines_of(file)
@@ -81,24 +83,24 @@ def read_lines(path: str | Path) -> Iterator[BatchLine]:
 
 
 def requests_of(lines: Iterable[BatchLine]) -> Iterator[BatchRequest]:
-    """What each line asks for. Of lines with the same custom_id only the first is answered."""
+    """The request of each line. Of lines with the same custom_id only the first is answered."""
     first: dict[str, int] = {}
     for line in lines:
         found = read_request(line)
         if found.custom_id is not None:
             before = first.setdefault(found.custom_id, line.number)
             if before != line.number:
-                reason = f"custom_id {found.custom_id!r} is also that of line {before}"
+                reason = f"custom_id {found.custom_id!r} was already used in line {before}"
                 found = BatchRequest(line, found.custom_id, problem=(REPEATED, _at(line, reason)))
         yield found
 
 
 def read_request(line: BatchLine) -> BatchRequest:
-    """What one line asks for."""
+    """The request of one line."""
     try:
         given = json.loads(line.text)
-    except (ValueError, RecursionError) as error:  # ValueError: also for bytes that are no UTF-8
-        return BatchRequest(line, None, problem=("invalid_json", _at(line, f"no JSON: {error}")))
+    except (ValueError, RecursionError) as error:  # ValueError includes bytes that are not UTF-8
+        return BatchRequest(line, None, problem=("invalid_json", _at(line, f"not JSON: {error}")))
     if not isinstance(given, dict):
         reason = f"{_short(given)} must be a JSON object"
         return BatchRequest(line, None, problem=("invalid_json", _at(line, reason)))
@@ -114,7 +116,7 @@ def read_request(line: BatchLine) -> BatchRequest:
 def _problem(given: dict[str, Any]) -> str | None:
     name, method, url, body = (given.get(key) for key in ("custom_id", "method", "url", "body"))
     if not (isinstance(name, str) and name):
-        return f"custom_id {_short(name)} must be a text that no other line has"
+        return f"custom_id {_short(name)} must be a string that no other line has"
     if method != "POST":
         return f'method {_short(method)} must be "POST"'
     if url not in URLS:

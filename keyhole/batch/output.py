@@ -1,4 +1,6 @@
-"""The output of a batch: one answer a line, only ever extended, so that a killed run goes on."""
+"""The output file of a batch: one answer per line. It is only appended to, so a killed run can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from typing import Any
 from keyhole.batch.lines import ID_PREFIX
 from keyhole.errors import ConfigError, StorageFullError
 
-#: What every line begins with, also one that was cut off.
+#: The beginning of every line, even of one that was cut off.
 _BEGIN = f'{{"id": "{ID_PREFIX}'.encode()
 
 
 class BatchOutput:
-    """A file of answers that one run at a time extends; made if it is not there.
+    """A file of answers that one run at a time appends to; created if it does not exist.
 
-    statuses: by the id of each answer whether it is an answer, not an error. The end that a killed
-    run left is repaired: a line that was cut off goes. ConfigError for a file of anything else, for
-    one that cannot be written, and for one that another run writes.
+    statuses: by id of each answer, whether it is an answer and not an error. A last line that a
+    killed run left incomplete is removed. ConfigError for a file with other content, for one that
+    cannot be written, and for one that another run is writing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +52,7 @@ class BatchOutput:
         os.close(self._file)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Writes an answer; it is there as a whole or not at all.
+        """Writes an answer, completely or not at all.
 
         StorageFullError if the disk is full, ConfigError if it cannot be written otherwise.
         """
@@ -58,18 +60,18 @@ class BatchOutput:
         try:
             _write(self._file, data, self._size)
         except OSError as error:
-            with suppress(OSError):  # else the next run does it
+            with suppress(OSError):  # if this fails, the next run removes it
                 os.ftruncate(self._file, self._size)
             reason = f"{self._name} cannot be written: {error.strerror}"
             raise StorageFullError(
-                f"{reason}; {len(self.statuses)} answers are kept, and the same command goes on "
+                f"{reason}; {len(self.statuses)} answers are kept; repeat the command "
                 "when there is room"
             ) from error
         self._size += len(data)
         self.statuses[entry["id"]] = is_answer(entry)
 
     def sync(self) -> None:
-        """Returns when all is on the disk."""
+        """Waits until everything is on the disk."""
         os.fsync(self._file)
 
     @property
@@ -86,7 +88,7 @@ class BatchOutput:
             ) from error
 
     def _stored(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each answer and where it ends; an answer without a line's end gets one."""
+        """Each answer and the offset of its end; adds a missing newline after the last one."""
         end = 0
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, text in enumerate(file, 1):
@@ -100,33 +102,33 @@ class BatchOutput:
                     return
                 elif text.endswith(b"\n") or not _was_cut_off(text):
                     raise ConfigError(
-                        f"{self._name}, line {number} is no answer of a batch; take it out or "
+                        f"{self._name}, line {number} is not an answer of a batch; remove it or "
                         "name another output"
                     )
 
 
 def is_answer(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry has what was asked for, not an error."""
+    """Whether an entry is an answer, not an error."""
     response = entry.get("response") or {}
     return not entry.get("error") and response.get("status_code") == 200
 
 
 def as_line(entry: Mapping[str, Any]) -> bytes:
-    """An entry as it is written; its id comes first."""
+    """The line of an entry; its id comes first."""
     return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def _entry(text: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:  # also for bytes that are no UTF-8
+    except ValueError:  # includes bytes that are not UTF-8
         return None
     good = isinstance(found, dict) and str(found.get("id")).startswith(ID_PREFIX)
     return found if good else None
 
 
 def _was_cut_off(text: bytes) -> bool:
-    """Whether the end of a file may be what a crash left: a part of a line, or blocks of zeros."""
+    """Whether a crash may have left this end of a file: a part of a line, or blocks of zeros."""
     return text.startswith(_BEGIN) or _BEGIN.startswith(text.rstrip(b"\0"))
 
 

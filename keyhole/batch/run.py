@@ -22,7 +22,9 @@ from keyhole.llm import LLM
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOutcome:
-    """lines: of the shard. answered: by this run; kept: by earlier ones; failed: of both."""
+    """Numbers of lines. lines: of the shard. answered: by this run. kept: answered by earlier runs.
+    failed: errors among both.
+    """
 
     lines: int
     answered: int
@@ -38,10 +40,10 @@ def run_batch(
     shard: Shard | None = None,
     settings: dict[str, Any] | None = None,
 ) -> BatchOutcome:
-    """Answers every line of `source` that `output` has no answer for yet.
+    """Answers every line of `source` that has no answer in `output` yet.
 
-    make_llm: called if there is such a line. settings: some of `answer.SETTINGS`. A bar on stderr
-    tells how far it is, where that is a terminal.
+    make_llm: called if there is such a line. settings: values for some of `answer.SETTINGS`. If
+    stderr is a terminal, it shows a progress bar.
 
     ConfigError for files that cannot be read or written, and for an output with answers to other
     lines than those of `source`; StorageFullError for a full disk.
@@ -64,7 +66,7 @@ def run_batch(
             )
             llm = make_llm()
             app = batch_app(AsyncLLM(llm), settings or {})
-            # As many again wait in the engine, so that a step finds the next one there.
+            # Twice the batch, so that a request is already waiting when another one ends.
             at_once = 2 * llm.engine.config.max_batch
             asyncio.run(_answer_all(app, requests, at_once, file, (kept, len(wanted))))
             file.sync()

@@ -41,7 +41,7 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
     """Measures every method; returns the part of a line of results that is specific to this
     benchmark.
 
-    model: the bundled one. Passes the result of each method to `report`.
+    model: the bundled model. Passes each method's result to `report`.
     """
     bandwidth = measure.read_bandwidth(model.device)
     line: dict[str, Any] = {
@@ -107,7 +107,7 @@ class _Case:
         }
         middle["worst_cpu_ratio"] = max(one["longest_cpu_ratio"] for one in rounds)
         if self._llm.engine.model.device.type != "cpu":
-            # The host's time says nothing of the device's.
+            # On a GPU, the host's CPU time says nothing about the device.
             middle["longest_cpu_ratio"] = middle["worst_cpu_ratio"] = None
         return {
             "method": self._method,

@@ -1,10 +1,10 @@
 """Step time of decoding with a long cache, compared with transformers.
 
-A Llama of a given shape with random weights; the caches are filled with random numbers, the same in
-all, so nothing is prefilled. Before anything is timed, the logits of full attention and of every
-baseline must agree over the same cache. Then all systems are interleaved, one step each. Systems in
-a separate process (`Outside`) are measured one after the other, each with all the others, as their
-caches may be large.
+The model is a Llama of a given shape with random weights. All caches are filled with the same
+random numbers, so nothing is prefilled. Before anything is timed, the logits of full attention and
+of every baseline must agree over the same cache. Then all systems are interleaved, one step each.
+Systems in a separate process (`Outside`) are measured one after the other, each with all the
+others, as their caches may be large.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from keyhole.models.modules.fused_layer import fused_tokens
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import parse_one
 
-_TINY = 1e-30  # so that two rows of zeros agree
+_TINY = 1e-30  # makes two rows of zeros agree
 
 
 class DisagreementError(KeyholeError):
@@ -84,13 +84,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 #: The baseline that the others' times are divided by.
 REFERENCE = next(iter(BASELINES))
-#: Untimed steps of every system: the first finishes the prompt, the others warm up.
+#: Untimed steps of every system: the first one computes the rest of the prompt, the others warm up.
 WARM_UP = 3
 
 # Tokens after the prompt whose logits are compared.
 _COMPARED = 3
-#: Relative error that rounding explains in up to 16 layers: of peaked attention in bfloat16 these
-#: gave 0.04, and 32 gave 0.11 (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
+#: Relative error that rounding explains in up to 16 layers: with peaked attention in bfloat16, 16
+#: layers gave 0.04 and 32 gave 0.11 (benchmarks/LOG.md). Unrelated logits differ by about 1.4.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
 _LAYERS = 16
 # Eager attention also rounds scores before the softmax: 0.11 in bfloat16, 0.28 in 32 layers.
@@ -165,9 +165,9 @@ def run_together(
         used = {ALL_BASELINES[system.name][1] for system in systems if system.name in ALL_BASELINES}
         cache_bytes = pages.num_bytes + sum(pasts[kind].num_bytes for kind in used)
         del peers, everyone
-        for kind in pasts.keys() - used:  # was needed only for the comparison
+        for kind in pasts.keys() - used:  # needed only for the comparison
             del pasts[kind]
-        release_memory()  # memory for filling and comparing does not belong to a step
+        release_memory()  # so that it does not count as a step's memory
         measured = _timed(systems, others, texts, settings.repeat, model.device)
     for system in systems:
         cost = measured[system.name].cost

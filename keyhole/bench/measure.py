@@ -24,7 +24,7 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import KeyholeError
 from keyhole.kernels.graph_capture import without_collection
 
-#: The repository of this file; meaningless if Keyhole is installed as a package.
+#: The root of the repository, if this file is in a checkout.
 ROOT = Path(__file__).parents[2]
 
 #: The result of one system in one case, as stored in a line.
@@ -210,7 +210,7 @@ def take_turns(
 
 Output = TypeVar("Output")
 
-# torch's advice: what is made on the first calls must be there before a capture.
+# As torch advises: whatever is created by the first calls must exist before a capture.
 _WARM_UP = 3
 
 
@@ -238,7 +238,7 @@ def capture(
 
 
 class Captured:
-    """`call` with a tensor like `given`; it must not synchronise with the device."""
+    """Replays `call` for tensors like `given`; `call` must not synchronise with the device."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], given: Tensor) -> None:
         self._given = given.clone()
@@ -251,10 +251,10 @@ class Captured:
         return self._result
 
 
-# How the steps of a system are launched on a GPU: replayed as CUDA graphs, or one by one.
+# How the steps of a system are launched on a GPU: replayed as CUDA graphs, or kernel by kernel.
 #
-# One by one the host may take longer than the device, so that times of both kinds do not compare.
-# Every result of decode steps says which it was. It is an error if Keyhole's steps should have been
+# Without graphs the host may take longer than the device, so the two cannot be compared. Every
+# result of decode steps says which it was. It is an error if Keyhole's steps should have been
 # replayed and were not.
 
 
@@ -271,7 +271,9 @@ class NotRecordedError(KeyholeError):
 
 
 def launches(replayed_steps: int, why_not: str | None) -> Launches:
-    """For a line of results: the number of replayed steps, and why not all were replayed, if so."""
+    """For a line of results: the number of replayed steps, and the reason if some were not
+    replayed.
+    """
     return {"replayed_steps": replayed_steps, "why_not": why_not}
 
 
@@ -283,7 +285,7 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
     """
     replayed, why_not = engine.replayed_steps - before, engine.why_not_replayed
     wanted = engine.config.graphs and engine.policy.capturable is True
-    # The engine itself leaves these to single launches (`Policy.reads_keys`).
+    # The engine itself does not replay the steps of these policies (`Policy.reads_keys`).
     wanted = wanted and not (engine.policy.reads_keys and engine.cache.offloaded_layers)
     if device.type == "cuda" and wanted and (replayed == 0 or why_not is not None):
         raise NotRecordedError(
@@ -294,7 +296,7 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
 
 
 def together(parts: Sequence[Launches]) -> Launches:
-    """The launches of several measurements of one system."""
+    """The launches of several measurements of one system, combined."""
     reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
     steps = sum(part["replayed_steps"] for part in parts)
     return launches(steps, reasons[0] if reasons else None)

@@ -117,8 +117,8 @@ RESERVE_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A system that does not fit in memory; None: Keyhole's cache itself, and so the whole
-    context.
+    """A system that does not fit in memory; system None: Keyhole's cache itself, so nothing can be
+    measured at this context.
     """
 
     context: int
@@ -150,8 +150,8 @@ def fitting(
 ) -> tuple[list[str], list[Skipped]]:
     """The baselines that fit beside Keyhole's cache, in order, and the skipped systems.
 
-    `outside`: a system in another process and its needs. It gets memory first and is filled before
-    anything else. If Keyhole's cache itself does not fit, it is the only entry of the second list.
+    `outside`: a system in another process, and its needs. It is the first to get memory and to be
+    filled. If Keyhole's cache itself does not fit, it is the only entry of the second list.
     """
     free = max(0, free_bytes(model.device) - RESERVE_BYTES)
     geometry = model.geometry(PAGE_SIZE)
@@ -163,7 +163,7 @@ def fitting(
         return Skipped(context=context, batch=batch, system=system, **sizes)
 
     ours = needed_bytes(model, policies, batch, context, steps)
-    # While a layer of a sequence is written, its keys exist twice: as drawn, and in page order.
+    # While a layer of a sequence is written, its keys exist twice: as drawn and in page order.
     writing = layer // batch
     if ours + writing > free:
         return [], [skipped(None, ours + writing)]
@@ -195,7 +195,7 @@ def passing_layers(name: str, geometry: Geometry) -> int:
     attention, kind = ALL_BASELINES[name]
     group = geometry.num_query_heads // geometry.layers[0].num_kv_heads
     # A dynamic cache copies one layer at a time; eager repeats keys and values for each head.
-    # While a cache is filled, a layer and parts of its copy pass.
+    # Filling a cache needs a layer and parts of its copy.
     return max(2, (kind == "dynamic") + (group if attention == "eager" else 1))
 
 
@@ -212,7 +212,7 @@ class Need:
 def needed_bytes(
     model: Model, policies: Sequence[str], batch: int, context: int, steps: int
 ) -> int:
-    """Bytes of `Pages`, before it is made."""
+    """Bytes that `Pages` will have."""
     data = [*page_data(model, policies), head_data(model, policies)]
     page_bytes = bytes_per_page(model.geometry(PAGE_SIZE), data)
     return num_pages(policies, batch, context, steps) * page_bytes
@@ -224,7 +224,7 @@ def num_pages(policies: Sequence[str], batch: int, context: int, steps: int) -> 
     """
     more = -(-(steps + 1) // PAGE_SIZE) + 1
     copies = sum(not make_policy(name).shares_pages for name in policies)
-    # Plus the page of padding rows if steps are captured.
+    # Plus the page that padding rows use if steps are captured.
     return batch * ((1 + copies) * (context // PAGE_SIZE) + len(policies) * more) + 1
 
 
@@ -272,7 +272,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
     device = measure.device(settings.device)
     dtype = getattr(torch, settings.dtype)
     torch.manual_seed(0)
-    # Drawn below with a progress bar: it takes a minute for large shapes.
+    # Drawn separately with a progress bar, because it takes a minute for large shapes.
     with device, no_init_weights():
         network = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     network.tie_weights()  # which is part of initialising them
@@ -315,7 +315,7 @@ def without_copying_weights(network: Any) -> Any:
 
 
 class RandomKV:
-    """The keys and values that every cache is filled with, drawn again at every call.
+    """The keys and values that every cache is filled with, generated again at every call.
 
     A cache with another layout, or in another process, requests them in its own order; no more than
     the requested part is in memory.

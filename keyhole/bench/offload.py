@@ -1,15 +1,15 @@
 """Offloaded layers: how much of a selection repeats, what is moved, and what it costs.
 
-The bundled model works through long derivations whose correct words are forced, so that every
-system has the same past. In a first pass the whole answer is decoded: logits must agree between all
-ways of loading, and selections and copies are counted. In a second pass the last steps are timed,
-with all systems in turns. If the operating system caches the file of the offloaded layers in
-memory, times are those of copies in memory; bytes do not depend on that.
+The bundled model works through long derivations whose correct words are fed to it, so that every
+system has the same context. In a first pass the whole answer is decoded: logits must agree between
+all ways of loading, and selections and copies are counted. In a second pass the last steps are
+timed, with the systems taking turns. If the operating system caches the file of the offloaded
+layers in memory, times are those of copies in memory; the byte counts do not depend on that.
 
 With `context` the same is measured on a model of a real shape with random weights and a filled
-cache. Random keys have no similar neighbours and a random head selects other tokens at every step,
-so nearly nothing repeats: this is the worst case of loading, and shows how much of it overlap can
-hide.
+cache. Neighbouring random keys are not similar and a random head selects other tokens at every
+step, so almost nothing repeats: this is the worst case for loading, and shows how much of the
+loading can be hidden.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ from keyhole.retrieval.head import RetrievalHead
 
 # A Chrome trace of some decode steps: what runs when, on every stream and thread.
 #
-# Open it in chrome://tracing or ui.perfetto.dev. On a GPU, copies for later layers are on a
-# separate
-# row next to the kernels; on a CPU they run in another thread.
+# Open it in chrome://tracing or ui.perfetto.dev. On a GPU, copies for later layers are on a row of
+# their own next to the kernels; on a CPU they run in another thread.
 
 
 #: Steps in a trace.

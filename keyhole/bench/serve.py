@@ -183,7 +183,8 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
             if answer.status != 200:
                 sample.error = f"status {answer.status}"
                 return sample
-            # Whole reads, not line by line: the client may share the server's cores.
+            # Reads whole chunks instead of lines, to save CPU time: the client may share the
+            # server's cores.
             async for data in answer.content.iter_any():
                 now = time.perf_counter()
                 *events, rest = (rest + data).split(_END)

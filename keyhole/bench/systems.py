@@ -6,7 +6,7 @@ given to each engine as the cached prefix of a prompt. New tokens go to pages of
 
 Baselines with the same kind of cache share one, too. `DynamicCache`, the default of transformers,
 copies itself at every step; what a step has added is removed afterwards, so that every step has the
-same past. `StaticCache` writes in place and reads its full capacity under a mask. torch's flash
+same context. `StaticCache` writes in place and reads its full capacity under a mask. torch's flash
 attention over `in_place` keys and values is the fastest dense step without pages, and FlashInfer's
 (`flashinfer_baseline`) the one with pages.
 """

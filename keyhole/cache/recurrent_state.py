@@ -81,6 +81,10 @@ class LayerState:
         return False
 
 
+#: A layer's code: outputs [n, t, ...] for hidden states [n, t, width], after a state.
+LayerCall = Callable[[Tensor, LayerState], tuple[Tensor, ...]]
+
+
 class RecurrentState:
     """The state of all recurrent layers, for `num_slots` sequences.
 
@@ -134,23 +138,26 @@ class RecurrentStep:
     _new: list[tuple[int, Tensor, States]] = field(default_factory=list)
 
     def run(
-        self, layer: int, hidden: Tensor, call: Callable[[Tensor, LayerState], Tensor]
-    ) -> Tensor:
-        """Runs a layer over a packed row [1, T, width]; returns [1, T, width].
+        self, layer: int, hidden: Tensor, call: LayerCall, continues: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Runs a layer over a packed row [1, T, width]; returns its outputs, [1, T, ...] each.
 
         call: the layer for n sequences of t tokens each, [n, t, width], and their state. It is
-        called once for all decoding sequences, and once for each prompt.
+        called once for all decoding sequences, and once for each prompt. continues: False where
+        several tokens cannot follow a state; it is then called for each token of such prompts.
         """
         parts, count = [], len(self.decoding)
         if count:
             there = LayerState(self.state.read(layer, self.decoding))
-            parts.append(call(hidden[0, :count, None], there)[:, 0])
+            parts.append([x[:, 0] for x in call(hidden[0, :count, None], there)])
             self._new.append((layer, self.decoding, there.states))
         for chunk in self.chunks:
             there = LayerState({} if chunk.begins else self.state.read(layer, chunk.slot))
-            parts.append(call(hidden[:, chunk.rows], there)[0])
+            tokens = hidden[:, chunk.rows]
+            at_once = (tokens,) if continues or chunk.begins else tokens.split(1, 1)
+            parts += [[x[0] for x in call(some, there)] for some in at_once]
             self._new.append((layer, chunk.slot, there.states))
-        return torch.cat(parts)[None]
+        return tuple(torch.cat(outputs)[None] for outputs in zip(*parts, strict=True))
 
     def commit(self) -> None:
         """Stores the new states of all layers; once, after the last of them has run."""

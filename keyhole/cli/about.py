@@ -94,7 +94,9 @@ def summary(cls: type[Any]) -> str:
 
 
 def description(cls: type[Any]) -> str:
-    """The description of a method: in its class if the module has several, else of the module."""
+    """The description of a method: its class's docstring if the module has several methods, else
+    the module's.
+    """
     own = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[2]
     return own or inspect.getdoc(sys.modules[cls.__module__]) or ""
 
@@ -136,7 +138,7 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
-#: Extras of the package, each with a module that only it installs.
+#: The package's extras, each with a module that no other extra installs.
 _EXTRAS = {
     "plot": "matplotlib",
     "eval": "scipy",
@@ -228,7 +230,7 @@ def _filled(parser: Parser) -> Parser:
     for command in parser.commands().values():
         _filled(command)
         for action in command._actions:
-            # Only here: a value may also have settings behind a name, or be a file.
+            # Only for completion: a value may also be a name with settings, or a file.
             action.choices = _names(command.prog, action.dest) or action.choices
     return parser
 

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Answers what has no answer yet."""
     flags.require_server("batch")
     settings = flags.settings_of(arguments, ServerConfig)
-    # Each says what is wrong with its settings, before there is an output.
+    # These raise an error for invalid settings before the output is created.
     ServerConfig(**settings)
     EngineConfig(**flags.settings_of(arguments, EngineConfig))
     make_policy(arguments.policy)

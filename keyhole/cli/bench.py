@@ -32,9 +32,9 @@ from keyhole.eval.line_file import LineFile
 if TYPE_CHECKING:
     from keyhole.bench.measure import Report
 
-#: Head of a column, the field of a result, and how it is written.
+#: The head of a column, the field of a result, and how the value is formatted.
 Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
-#: Columns, and how many of them are names.
+#: Columns, and the number of leading columns that are names.
 Table = tuple[Columns, int]
 
 #: Benchmarks by name: their settings, and the flags that only they have.

@@ -1,7 +1,7 @@
-"""Measures which layers of a model should select for DELTA, and what that costs the others.
+"""Measures which layers of a model should select for DELTA, and how much the other layers lose.
 
-The model continues the prompts with full attention. Every placement is judged on the same run, and
-the table compares them: the attention mass that a sparse layer keeps, the relative error of its
+The model continues the prompts with full attention. All placements are evaluated on the same run,
+and the table compares them: the attention mass that a sparse layer keeps, the relative error of its
 output, the layers that read everything, and the share of keys read. The output file is for
 `--policy delta:layers=FILE`; if it is named keyhole-delta.json and stored with the weights, it is
 used automatically.
@@ -40,7 +40,8 @@ _METHODS = ("optimal", "paper")
 _MEASURES = ("mass", "error")
 _DELTA = ("token_budget", "recent_pages", "full_layers")
 _FULL_LAYERS = (0, 1)
-#: Items of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
+#: First seed of the bundled model's items: evaluations use seeds from 0, examinations from
+#: 1,000,000.
 _FIRST_SEED = 2_000_000
 _TASKS = (("recall", 2048), ("derive", 1024))
 _NUM_ITEMS = 3
@@ -236,7 +237,7 @@ def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str
 
 
 def _given(arguments: argparse.Namespace) -> list[Any] | None:
-    """The texts of --data; None where the bundled model's are meant."""
+    """The texts of --data; None: use the bundled model's texts."""
     if arguments.data is None:
         if not flags.is_bundled(arguments.model):
             what = "documents" if arguments.stable_layers else "prompts"
@@ -261,7 +262,7 @@ def _prompts() -> list[Any]:
     ]
 
 
-#: Contexts of the bundled model's tasks; evaluations count from 0, examinations from 1,000,000.
+#: The same for contexts of its tasks.
 _STABLE_SEED = 2_000_000
 _STABLE_TASKS = ("recall", "multivalue", "vartrack", "majority")
 _LENGTH = 2048
@@ -326,7 +327,7 @@ def _output(arguments: argparse.Namespace) -> str:
 
     if arguments.output is not None:
         return str(arguments.output)
-    # Not into a cache of the hub, nor into the package.
+    # Never write into the hub's cache or the package.
     beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
     return str(beside / STABILITY_FILE)
 

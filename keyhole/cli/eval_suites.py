@@ -81,7 +81,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
         budgets=[Budget.parse(text) for text in settings.budgets],
         texts=settings.limit,
         terms=terms_of(settings),
-        # Prompts that are gone must not count as memory in use.
+        # Prompts that are no longer needed must not count as memory in use.
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
     copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
@@ -131,7 +131,7 @@ _DOCUMENTS = "multi_document_1,multi_document_2"
 #: Adds the bundled model's questions whose documents refer to each other.
 _BUNDLED_DOCUMENTS = f"{_DOCUMENTS},tiny_documents_needs_each_other"
 _SETTINGS = "keyhole-settings.json"
-#: Columns of a paragraph in the help that argparse does not wrap.
+#: Width of the paragraph in the help that argparse does not wrap.
 _WIDTH = 76
 
 

@@ -126,7 +126,7 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
 
 
 def output_file(arguments: argparse.Namespace, *others: Output) -> LineFile:
-    """The lines of --output; ConfigError, before hours of work, if a result could not be written.
+    """The lines of --output; ConfigError, before hours of work, if a file cannot be written.
 
     others: more files that the command will write.
     """
@@ -222,5 +222,5 @@ def print_closing(outcome: EvalOutcome, output: str) -> None:
         f"{one['error']}"
         for one in outcome.refused
     ]
-    # Once each: a budget that is too small is too small for every task.
+    # Each once: a budget that is too small is refused for every task.
     print("\n".join(dict.fromkeys(reasons)), end="\n" if reasons else "")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains; 130 where Ctrl-C ended it early."""
+    """Trains; returns 130 if Ctrl-C ended it early."""
     given = flags.settings_of(arguments, TrainingConfig)
     folder = _folder(arguments)
     check_output_folder("--output", folder)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.retrieval.training import train
 
     if arguments.resume:
-        # Settings that are not given again stay as they were.
+        # Settings that are not given keep their values from the first run.
         config = dataclasses.replace(train.config_of(folder) or config, **given)
     corpus = _corpus(arguments, model)
     with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt:
@@ -95,7 +95,7 @@ def _text(outcome: TrainingOutcome, folder: Path) -> str:
 def _folder(arguments: argparse.Namespace) -> Path:
     if arguments.output is not None:
         return Path(arguments.output)
-    # Not into a cache of the hub, nor into the package.
+    # Never write into the hub's cache or the package.
     beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
     return beside / "keyhole-head"
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plain(arguments: argparse.Namespace) -> PlainRun | None:
-    """With --weights, texts and the logits of the model as stored, which is freed again."""
+    """With --weights, texts and the logits of the model as stored, whose memory is then freed."""
     if arguments.weights is None:
         return None
     stored = argparse.Namespace(**{**vars(arguments), "weights": None})

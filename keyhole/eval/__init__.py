@@ -1,1 +1,1 @@
-"""What a method does on a model: is it exact, what does it read, where do DELTA's layers go."""
+"""Evaluates methods on a model: exactness, accuracy, what is read, and where DELTA's layers go."""

@@ -10,7 +10,7 @@ measures every possible placement:
     shift[b]       mean total variation between the page distributions of layer b and of the
                    full-attention layer before it: half the sum of |differences|, from 0 to 1
 
-`keyhole.policies.selection_layers` turns each of them into a placement. Only steps with more than
+`keyhole.policies.selection_layers` derives a placement from any of them. Only steps with more than
 `token_budget` tokens count, because DELTA selects nothing in shorter ones. The layers before b are
 dense, so each error is that of one layer alone.
 
@@ -58,8 +58,8 @@ Measure = Literal["mass", "error"]
 
 
 class Role(NamedTuple):
-    """What a layer reads: its own window, everything, everything in order to select, or another
-    layer's selection.
+    """What a layer reads: its own window, everything, everything with a selection for later layers,
+    or an earlier layer's selection.
 
     chooser: the layer whose pages a sparse layer reads.
     """
@@ -95,7 +95,7 @@ class Measurement:
         """Selects the delta layers by "optimal" or "paper", with the expected recall and error of
         each layer.
 
-        measure: what "optimal" minimises the loss of. ConfigError if no sparse layer would remain.
+        measure: the loss that "optimal" minimises. ConfigError if no sparse layer would remain.
         """
         candidates = [layer for layer in self.layers if layer not in full_layers]
         if method == "paper":
@@ -117,7 +117,7 @@ class Measurement:
         self, full_layers: Sequence[int], delta_layers: Sequence[int], method: str, measure: str
     ) -> Calibration:
         """The expected recall and error of each layer with these layers."""
-        # A layer that reads everything loses nothing.
+        # A layer that reads everything has no loss.
         choosers = [role.chooser for role in self.roles(full_layers, delta_layers)]
         pairs = list(enumerate(choosers))
         recall = [1.0 if a is None else self.recall[a][b] for b, a in pairs]
@@ -245,7 +245,7 @@ class _Sums:
         self.shift = torch.zeros(depth, dtype=torch.float64)
         self.share = 0.0
         self.steps = 0
-        self._chosen: list[tuple[Selection, Tensor]] = []  # of the layers so far: their choices
+        self._chosen: list[tuple[Selection, Tensor]] = []  # selections of the layers so far
         self._before: Tensor | None = None  # page distribution of the layer before, [B, M]
 
     def add(
@@ -283,7 +283,7 @@ class _Sums:
         self._before = share
 
     def _choice(self, layer: int, largest: Tensor, step: Step) -> tuple[Selection, Tensor]:
-        """What DELTA selects by these scores, and its pages as 0 and 1, float64 [B, M]."""
+        """What DELTA selects by these scores, and a mask of its pages, float64 [B, M]."""
         self.delta.on_scores(layer, (largest[:, None],), step)
         assert step.shared_selection is not None
         chosen, step.shared_selection = step.shared_selection, None
@@ -294,7 +294,7 @@ class _Sums:
 def _observe(
     model: Model, sums: _Sums, batch: Batch, layer: int, query: Tensor, options: dict[str, Any]
 ) -> None:
-    """Adds a layer of a decode step, from its queries and its cache."""
+    """Adds a layer of a decode step, computed from its queries and its cache."""
     step, cache = batch.step, batch.cache
     if step is None or options["window"] is not None:
         return
@@ -315,12 +315,12 @@ def _observe(
 
 @dataclass(frozen=True, kw_only=True)
 class _Watched(Full):
-    """Full attention whose steps all run on the host, where they are observed."""
+    """Full attention without CUDA graphs, so that every layer of every step can be observed."""
 
     capturable: ClassVar[bool | str] = "its steps are observed"
 
 
-#: Blocks of a document that a text is cut into: three times what an outlier needs.
+#: Blocks of each document cut from a text: three times as many as an outlier needs.
 DOCUMENT_BLOCKS = 32
 
 

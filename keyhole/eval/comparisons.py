@@ -5,12 +5,12 @@
     p_value     McNemar's exact test: the probability that equally good methods split the samples
                 on which they differ at least this unevenly
 
-For scores between right and wrong the test is the sign test, which is the same computation, and the
-interval is a bootstrap over the samples. SciPy computes the tests.
+For scores that may lie between 0 and 1, the test is the sign test, which is the same computation,
+and the interval is a bootstrap over the samples. SciPy computes the tests.
 
-The gain over the recent control is what a method's selection is worth; the distance to the oracle
-is what a better selection could still gain. Where the recent control is within 5 points of full
-attention, selecting is worth nothing and methods cannot be told apart: such a setting is not
+The gain over the recent control measures the benefit of a method's selection; the distance to the
+oracle is what a better selection could still gain. Where the recent control is within 5 points of
+full attention, there is nothing to gain and methods cannot be told apart, so such a setting is not
 ranked.
 """
 
@@ -104,7 +104,7 @@ def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, f
     (low, high), (other_low, other_high) = (wilson(both + k, n) for k in (first, second))
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     cross = both * neither - first * second
-    # A small positive correlation is taken as none: the correction for continuity.
+    # The continuity correction makes a small positive correlation zero.
     cross_corrected = max(cross - n / 2, 0.0) if cross > 0 else cross
     phi = cross_corrected / math.sqrt(margins) if margins else 0.0
 
@@ -141,13 +141,11 @@ def _bootstrap(differences: np.ndarray) -> tuple[float, float]:
 
 
 TELLING = 0.05
-"""Methods are compared only where full attention is better than the recent control by more than
-this.
-"""
+"""Methods are compared only where full attention beats the recent control by more than this."""
 RECENT, RANDOM, ORACLE = "recent", "random", "oracle"
-#: Fields in which lines that were measured on the same samples agree.
+#: Fields that are equal in lines measured on the same samples.
 _SAME = ("model", "fingerprint", "task", "task_settings", "length", "setup")
-#: Tolerance for sums of floats, so that 5 points count as 5 points.
+#: Tolerance for rounding, so that a difference of 5 points counts as 5 points.
 ROUNDING = 1e-9
 
 

@@ -2,12 +2,12 @@
 budget.
 
 The recall asks for one fact of a long text. The derivation carries out a shuffled program of 40
-steps; each step needs two facts of the prompt and the result of an earlier step that the model
-itself has written, so losing generated text is as harmful as losing the prompt. The items are those
-of seed 0, whatever the outcome.
+steps; each step needs two facts from the prompt and the result of an earlier step that the model
+itself has written, so losing generated text is as harmful as losing the prompt. Both use seed 0; no
+seed was chosen for its outcome.
 
 Each method has a control: the same dense layers, first tokens and budget, and the newest tokens
-instead of a selection. What both achieve is not due to the selection.
+instead of a selection. If both are right, the selection is not the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keyhole.policies.streaming_llm import StreamingLLM
 BUDGET = 256
 _RECALL_WORDS = 2048
 _DERIVE_STEPS = 40
-#: Words of a program with that many steps: 24 for each, 16 of frame, 1 for the BOS.
+#: Words of a program with that many steps: 24 per step, 16 around them, and the BOS.
 _DERIVE_WORDS = 24 * _DERIVE_STEPS + 17
 
 
@@ -80,7 +80,7 @@ def items() -> list[Item]:
 def run(model: Model, asked: list[Item]) -> Demo:
     """Answers all items under every policy and control.
 
-    `model` must know the bundled model's vocabulary.
+    `model` must have the bundled model's vocabulary.
     """
     geometry = model.geometry(EngineConfig.page_size)
     entries = []

@@ -1,14 +1,14 @@
-"""Tasks that force a text through decode steps: perplexity and recall of attention.
+"""Tasks that feed a text through decode steps (teacher forcing): perplexity and attention recall.
 
 The first part of every window of a text is prefilled densely, and the last `CONTINUATION` tokens go
 through decode steps under the policy; nothing is generated. Perplexity measures the likelihood of
-each next token after such a step; the prediction from the dense prompt, which is the same under
-every policy, is not counted.
+each next token after such a step; the prediction after the dense prompt is the same under every
+policy and is not counted.
 
 Recall of attention is the share of full attention's weights on the tokens that a policy reads, per
-layer. The same text is forced twice: under the policy, recording what every layer reads, and under
-full attention, summing its weights over what the policy read. Both see the same tokens, but the
-policy computes its own queries: its earlier losses affect them, as in real use.
+layer. The text runs twice: under the policy, recording what every layer reads, and under full
+attention, summing its weights over what the policy read. Both see the same tokens, but the policy
+computes its own queries: its earlier losses affect them, as in real use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SHORTEST = 16
 _MOST_UNKNOWN = 0.1
 """As a share of all tokens; the bundled model knows only its own vocabulary."""
 _TAKEN = torch.empty(0)
-"""Replaces logits that have been read."""
+"""Replaces logits that have been used, to free their memory."""
 
 
 class Windows(Protocol):
@@ -58,7 +58,7 @@ class Windows(Protocol):
 
     @property
     def digest(self) -> str:
-        """Identifies the text: different for different texts."""
+        """A digest of the text; different texts have different digests."""
         ...
 
     def windows(self, length: int) -> int:
@@ -120,7 +120,7 @@ class WindowedText:
 
 
 def forced(window: Sequence[int]) -> Request:
-    """The request that forces a window; its last token is only predicted."""
+    """The request that feeds a window; its last token is predicted, not fed."""
     steps = min(CONTINUATION, len(window) // 4)
     start = len(window) - 1 - steps
     return Request(
@@ -137,9 +137,7 @@ class Likelihood:
         self._read, self._total = [0] * len(windows), [0.0] * len(windows)
 
     def take(self, left: Mapping[Running, int]) -> None:
-        """Adds the new logits and discards them: one per vocabulary entry and token would be
-        large.
-        """
+        """Adds the new logits, then discards them: a whole window of them would be large."""
         for sequence, number in left.items():
             logits = sequence.logits
             for place in range(self._read[number], len(logits)):
@@ -172,18 +170,18 @@ class Perplexity(Workload):
     def measure(
         self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
     ) -> dict[str, Any]:
-        """Forces every window."""
+        """Runs every window."""
         windows = [self._text.window(length, number) for number in range(samples)]
         likelihood = Likelihood(windows)
         served = serve(make_engine(policy), [forced(w) for w in windows], likelihood.take)
         return {**likelihood_fields(likelihood.nlls()), **self._costs(served)}
 
     def shown(self, length: int, setup: str) -> Shown:
-        """The first window, without marks, because any of it may be needed."""
+        """The first window; it has no marks, because any part of it may be needed."""
         return Shown(dataclasses.replace(forced(self._text.window(length, 0)), keep_logits=False))
 
     def _costs(self, served: Served) -> dict[str, Any]:
-        """Forced tokens count as generated ones, because each is a decode step."""
+        """Fed tokens count as generated ones, because each is a decode step."""
         steps = statistics.fmean(len(sequence.given) for sequence in served.sequences)
         return {
             **served.costs(),
@@ -195,7 +193,7 @@ class Perplexity(Workload):
         }
 
     def beside(self, found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-        """nll_over_full: the cost of the policy, in nats per token."""
+        """nll_over_full: the increase over full attention, in nats per token."""
         pairs = list(zip(found["nlls"], full["nlls"], strict=False))
         return {"nll_over_full": statistics.fmean(own - other for own, other in pairs)}
 
@@ -215,8 +213,8 @@ def likelihood_fields(nlls: list[float]) -> dict[str, Any]:
     }
 
 
-#: Modules of the standard library, long and well documented; a window of each before the second
-#: window of any.
+#: Long and well documented modules of the standard library. Every module gives its first window
+#: before any gives its second.
 LIBRARY = tuple(
     "_pydecimal turtle typing inspect argparse tarfile pickletools doctest pydoc pathlib datetime "
     "_pydatetime subprocess zipfile difflib optparse statistics pickle threading ast".split()
@@ -275,7 +273,7 @@ def library(model: Model) -> Windows:
     return Texts(there, model, name="Python's standard library")
 
 
-#: Tasks count from 0, examinations from 1,000,000, calibration from 2,000,000.
+#: First seed: tasks use seeds from 0, examinations from 1,000,000, calibration from 2,000,000.
 _FIRST_SEED = 3_000_000
 _NUMBER = 10_000
 _WORDS = range(96, 7674)
@@ -283,7 +281,7 @@ _WORDS = range(96, 7674)
 
 
 class TinyText:
-    """Windows that are derivations; the last ones are shorter where derivations end."""
+    """Windows that are derivations of the bundled model; the last ones may be shorter."""
 
     path = None
     digest = "derivations"
@@ -303,12 +301,12 @@ class TinyText:
         return [int(token) for token in ids][:length]
 
 
-#: What a layer read of a sequence: int [Hkv or 1, n], -1 is padding, and its unit.
+#: What a layer read of a sequence: indices int [Hkv or 1, n], padded with -1, and their unit.
 _Read = tuple[np.ndarray, int]
 
 
 class SampleRows:
-    """Which sample is in which row of a step: a slot belongs to one sample until it is finished."""
+    """Maps rows of a step to samples: a slot belongs to one sample until that one is finished."""
 
     def __init__(self) -> None:
         self._of_slot: dict[int, int] = {}
@@ -317,7 +315,7 @@ class SampleRows:
         """Must be called after every step; a sequence reads its prompt before it decodes.
 
         A sequence keeps its slot to the end, because pages for all forced tokens are allocated at
-        the start. first: the number of the sample that `left` counts from.
+        the start. first: the number of the sample that is 0 in `left`.
         """
         self._of_slot |= {s.slot: first + n for s, n in left.items() if s.slot >= 0}
 
@@ -329,7 +327,7 @@ class SampleRows:
 
 @dataclass(eq=False)
 class SampleReads(Trace):
-    """What each sample read at each length, by layer; None means everything."""
+    """What each sample read at each length, by layer; None: everything."""
 
     rows: SampleRows = field(default_factory=SampleRows)
     found: dict[tuple[int, int, int], _Read | None] = field(default_factory=dict)
@@ -372,7 +370,7 @@ def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
     seen = torch.zeros(len(indices), -(-length // unit) + 1, dtype=torch.bool)
     seen.scatter_(
         1, torch.from_numpy(indices).long() % seen.shape[1], True
-    )  # padding falls on the last, -1
+    )  # -1, the padding, sets the extra last entry
     tokens = seen[:, :-1].repeat_interleave(unit, 1)[:, :length].to(weights.device)
     tokens = tokens.repeat_interleave(heads // len(tokens), 0)
     return float(((weights * tokens).sum(1) / weights.sum(1)).mean())
@@ -386,7 +384,7 @@ class AttentionRecall(Perplexity):
     def measure(
         self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
     ) -> dict[str, Any]:
-        """Forces every window under the policy and under full attention."""
+        """Runs every window under the policy and under full attention."""
         windows = [self._text.window(length, number) for number in range(samples)]
         requests, likelihood = [forced(window) for window in windows], Likelihood(windows)
         rows = SampleRows()
@@ -394,7 +392,7 @@ class AttentionRecall(Perplexity):
         judge = Judge(reads=reads, rows=rows)
         under_policy, dense = make_engine(Traced(policy, trace=reads)), make_engine(judge)
         sequences: list[Running] = []
-        # As many as run at once, so that no longer a record must be kept than needed.
+        # In batches of those that run at once, so that the record of reads stays small.
         for first in range(0, samples, dense.config.max_batch):
             some = requests[first : first + dense.config.max_batch]
 
@@ -408,7 +406,7 @@ class AttentionRecall(Perplexity):
             sequences += serve(under_policy, some, take).sequences
             serve(dense, [dataclasses.replace(one, keep_logits=False) for one in some], update)
         cache = under_policy.cache
-        # No time: the record slows every step.
+        # Times are left out, because recording slows every step.
         served = Served(
             sequences=sequences,
             step_ms=None,

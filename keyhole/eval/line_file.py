@@ -14,7 +14,7 @@ from keyhole.errors import ConfigError
 Line = dict[str, Any]
 
 GATE, QUESTIONS = "eval-verify", "eval-documents"
-"""The `benchmark` of lines of the suite `paper` that are not cells of tasks."""
+"""The `benchmark` field of the suite `paper`'s lines that are not cells of tasks."""
 #: Fields by which lines are indexed.
 _INDEXED = ("task", "length", "policy")
 #: The beginning of every line.
@@ -68,7 +68,7 @@ class LineFile:
         self._between = b""  # what to write before the next line
         found = _object(last)
         if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
-            raise self._wrong(len(whole) + 1)  # not written by Keyhole: it would be lost
+            raise self._wrong(len(whole) + 1)  # not a cut-off line of ours: keep it
         if found is not None:  # an editor removed the newline at the end
             self.lines.append(found)
             self._cut_off, self._between = 0, b"\n"

@@ -1,10 +1,10 @@
 """The policies of an evaluation: methods under budgets, terms, and controls.
 
-A `Method` is a policy as the user names it, under one budget. Terms define how it becomes a policy:
+A `Method` is what the user named, under one budget. Terms define which policy it becomes:
 
     given       as the user writes it, with defaults otherwise
     equal       the same dense layers, sinks, recency window and budget for all methods
-    published   as in the paper, or in its authors' code
+    published   as in the method's paper, or in its authors' code
 
 Controls keep a policy's dense layers and its budget, and replace its selection:
 
@@ -13,23 +13,24 @@ Controls keep a policy's dense layers and its budget, and replace its selection:
     oracle   the tokens with the largest true attention weights of each step, per KV head: the best
              possible selection
 
-A method that is no better than its recent control owes its score to its dense layers.
+A method that is no better than its recent control owes its score to its dense layers, not to its
+selection.
 
 Prefill policies are measured with full attention in decode steps. Their controls read as many
 blocks for every block of queries and head: the newest ones (recent), or random ones (random).
 
-Equal terms are applied by the names of settings, so a policy of another package that uses the same
-names is set up in the same way:
+Equal terms set these settings by name, so they also apply to a policy of another package that uses
+the same names:
 
     full_layers                     layers that read everything
     delta_layers, selection_layers, layers that read everything and select for the layers after
     filter_layers                   them: the last layer of the dense set
-    dense_after                     further layers that read everything: none
+    dense_after                     further layers that read everything; set to none
     sink_size                       first tokens that are always read
     window_size, or recent_pages    newest tokens, or pages, that are always read
 
-Anything that a method could read outside its budget is a setting that is off by default, or
-refused.
+A method that can read anything outside its budget is refused, unless that is a setting that is off
+by default.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ _SINK_SIZE = "sink_size"
 def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, Policy]:
     """The controls of a resolved policy by name; {} for one that is dense or has no budget.
 
-    They keep its dense layers, its sinks and its `token_budget`, but not what it reads outside its
-    budget. seed: of the random draw.
+    They keep its dense layers, its sinks and its `token_budget`, but read nothing outside the
+    budget. seed: for the random tokens.
     """
     settings = dataclasses.asdict(policy)
     budget = settings.get(TOKEN_BUDGET)
@@ -158,7 +159,7 @@ def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, 
 
 
 class Terms(ABC):
-    """How a method becomes a policy. `name`: its name in `--terms` and in stored lines."""
+    """Rules by which a method becomes a policy. `name`: as in `--terms` and in stored lines."""
 
     name: ClassVar[str]
 
@@ -167,7 +168,7 @@ class Terms(ABC):
         """The policy for this length. ConfigError for invalid settings."""
 
     def about(self, method: Method, length: int, geometry: Geometry) -> Line:
-        """Further fields of the line: `terms_note` is a remark on this method."""
+        """Further fields of the line, such as `terms_note`, a remark on this method."""
         return {}
 
 
@@ -186,7 +187,7 @@ GIVEN = Given()
 
 @dataclass(frozen=True, kw_only=True)
 class Equal(Terms):
-    """The same dense layers, sinks, window and budget for all. None: the defaults of
+    """The same dense layers, sinks, window and budget for all methods. None: the defaults of
     `equal_terms`.
     """
 
@@ -213,7 +214,7 @@ class Equal(Terms):
         )
 
     def about(self, method: Method, length: int, geometry: Geometry) -> Line:
-        """What a method lacks by its definition."""
+        """The settings that the method lacks by definition."""
         return {"terms_note": "; ".join(BY_DEFINITION.get(method.name, {}).values())}
 
 
@@ -241,7 +242,7 @@ NO_MORE_DENSE = {"dense_after": 0}
 _AFTER = "dense_after"
 _FULL_LAYERS, _SINKS, _WINDOW, _PAGES = "full_layers", "sink_size", "window_size", "recent_pages"
 
-#: What a method lacks by its definition; it takes part nevertheless.
+#: Settings that some methods lack by definition; they take part nevertheless.
 BY_DEFINITION = {
     "streaming_llm": {_WINDOW: "its window is the whole budget but the sinks"},
     "sliding_window": {
@@ -252,7 +253,7 @@ BY_DEFINITION = {
 
 
 class UnequalTermsError(ConfigError):
-    """A method that cannot be set up like the others."""
+    """A method does not have the settings that equal terms need."""
 
 
 def equal_terms(
@@ -322,7 +323,7 @@ def default_window(budget: int, page_size: int) -> int:
     return max(1, budget // 4 // page_size) * page_size
 
 
-#: Fields of a line for the purpose of its cell; the same cell may serve several purposes.
+#: Fields that say why a cell was measured; one cell may serve several purposes.
 TERMS, CONTROL, CONTROLS, TUNING = "terms", "control", "controls", "tuning"
 _TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
 
@@ -331,8 +332,8 @@ _TOLD = ("method", "dense_layers", "outside_budget", "terms_note")
 class Condition:
     """A resolved policy that is measured at one length; `error`: why it could not be made.
 
-    prefill: what prompts read; None: everything. control: its name if it is measured only as a
-    control. about: fields of its line that say why it was measured, not what.
+    prefill: the prefill policy; None: prompts read everything. control: the control's name if this
+    is measured only as a control. about: fields of its line that say why it was measured.
     """
 
     method: Method
@@ -356,8 +357,8 @@ class Condition:
         return {name: self.about.get(name) for name in names}
 
     def instead_of(self, line: Line) -> Line:
-        """A line of the same measurement that was made for another purpose, adapted to this
-        cell.
+        """A line of the same measurement, made for another purpose, with the fields of this cell's
+        purpose.
         """
         others = (TERMS, CONTROL, CONTROLS, TUNING, *_TOLD)
         return {name: value for name, value in line.items() if name not in others} | self.about
@@ -408,7 +409,7 @@ def prefill_conditions(
     """Prefill policies, each under full attention and followed by its controls.
 
     labels: as the user wrote them. ConfigError for a wrong one. A policy of another package has no
-    controls: they count the blocks that XAttention reads.
+    controls, because they read as many blocks as XAttention.
     """
     found = []
     for label in labels:

@@ -1,4 +1,4 @@
-"""What a policy reads, recorded step by step, and as a map that can be stored and drawn.
+"""Records what a policy reads, step by step, and makes maps that can be stored and drawn.
 
     traced = Traced(Delta(token_budget=256))
     LLM(model, policy=traced).generate("...")
@@ -6,7 +6,7 @@
 
 `Traced` wraps a policy without changing it. The record grows with every step, so it is meant for
 pictures and tests: one sequence or a fixed batch at a time. A selection map has a row for each step
-and a column for each token; neighbouring rows and columns of long ones are merged, so that at most
+and a column for each token; in long maps neighbouring rows and columns are merged, so that at most
 64 rows of 512 columns are stored with a result.
 """
 
@@ -45,7 +45,7 @@ class PolicyProxy(Policy):
     inner: Policy
 
     def __post_init__(self) -> None:
-        # Class variables of a policy; here they are those of the inner policy.
+        # Other policies have these as class variables; here they are the inner policy's.
         for name in (
             "name",
             "dense",
@@ -61,7 +61,8 @@ class PolicyProxy(Policy):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def __getattr__(self, name: str) -> Any:
-        # Settings that the engine looks for, such as token_budget. A copy has no `inner` yet.
+        # Settings that the engine reads, such as token_budget. While it is copied, `inner` is
+        # missing.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -81,7 +82,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return hook
 
 
-# Every method of a policy: one that is left out would silently be that of `Policy`.
+# Every method of a policy: for one left out, `Policy`'s own would silently run instead.
 for _name, _method in vars(Policy).items():
     if callable(_method) and not _name.startswith("_") and _name not in vars(PolicyProxy):
         setattr(PolicyProxy, _name, _forwarded(_name))
@@ -114,7 +115,7 @@ class Trace:
     _shared: tuple[Selection | None, Read | None] | None = None
 
     def record(self, layer: int, selection: Selection | None, step: Step) -> None:
-        """Adds what a layer reads; a new step begins a new row."""
+        """Adds what a layer reads; the first layer of a step begins a new entry."""
         if self.only is not None and layer not in self.only:
             return
         if step is not self._step:
@@ -124,12 +125,12 @@ class Trace:
     def read(self, layer: int, selection: Selection | None, step: Step) -> Read | None:
         """What a layer reads, as positions in the sequence; None means everything.
 
-        Of packed documents (`keyhole.cache.packing`), their places.
+        For packed documents (`keyhole.cache.packing`), positions in the pages instead.
 
         Tokens that the layer dropped or that were evicted are excluded. Layers that share a
         selection share a Read.
         """
-        if step is not self._step:  # None may mean another read in every step, as pages are evicted
+        if step is not self._step:  # None may differ from step to step, because pages are evicted
             self._step, self._shared = step, None
         left = step.retained
         thinned = (left or step).kept_tokens
@@ -169,7 +170,7 @@ class Traced(PolicyProxy):
     trace: Trace = field(default_factory=Trace)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """As the inner policy; a layer that scores reads everything."""
+        """As the inner policy; a layer that computes scores reads everything and is recorded so."""
         requests = self.inner.needs_scores(layer, step)
         if requests and not self.inner.selects_by_own_scores:
             self.trace.record(layer, None, step)
@@ -189,9 +190,7 @@ ALL = 255
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What every layer read while one prompt was answered; the steps of `trace` are decode
-    steps.
-    """
+    """What every layer read while one prompt was answered; `trace` has only decode steps."""
 
     trace: Trace
     prompt_tokens: int
@@ -203,8 +202,8 @@ class SelectionMap:
     """Share of each cell's tokens that was read, in 255ths: uint8 [rows, columns].
 
     Row r covers the steps from r * steps_per_row on, column c the tokens from c * tokens_per_column
-    on; in step s there are `prompt_tokens + 1 + s` tokens, later ones are 0. layer, head: None is
-    the mean over all of them. marks: positions that the answer needs.
+    on; in step s there are `prompt_tokens + 1 + s` tokens, and cells beyond are 0. layer, head:
+    None is the mean over all of them. marks: positions that the answer needs.
     """
 
     shares: np.ndarray

@@ -45,7 +45,7 @@ from keyhole.policies.prefill.base import PrefillPolicy
 class EvalGrid:
     """All combinations of these are cells; `methods` as returned by `methods.under_budgets`.
 
-    maps: whether lines get selection maps, of each sparse policy under its first budget. terms: how
+    maps: whether to store selection maps, for each sparse policy under its first budget. terms: how
     methods become policies. controls: whether the controls of each method are measured, too.
     prefill: prefill policies, as the user wrote them.
     """
@@ -98,9 +98,9 @@ class Group:
 class Evaluation:
     """A grid over a model, and the file of its lines.
 
-    header: makes the fields of a line for how, where and when. copies: keep the prompts of a group,
-    with which every policy begins; None: every policy computes them. ConfigError, before anything
-    runs, for a length that the model or a task does not allow.
+    header: makes the fields of a line for how, where and when. copies: keep the computed prompts of
+    a group for all policies; None: every policy computes them. ConfigError, before anything runs,
+    for a length that the model or a task does not allow.
     """
 
     def __init__(
@@ -265,6 +265,6 @@ def as_stored(line: Line) -> Line:
 
 
 def model_digest(model: Model) -> str:
-    """One word for the model's weights, tokenizer, dtype and shape."""
+    """A digest of the model's weights, tokenizer, dtype and shape."""
     found = json.dumps(fingerprint(model), sort_keys=True)
     return hashlib.sha256(found.encode()).hexdigest()[:16]

@@ -4,12 +4,12 @@ With `--terms tuned` the settings of every method are chosen on samples that the
 use. Random search with a fixed seed: first the method with its first layers dense and defaults
 elsewhere, then random combinations of the values below, which are the same for all methods that
 have a setting of that name; every method gets the same number of trials. The best mean score wins;
-of equal scores the one that reads fewer bytes. Trials are cells like all others, stored in a file
-of their own, so that an interrupted search continues.
+of equal scores the one that reads fewer bytes. Trials are ordinary cells, stored in a file of their
+own, so an interrupted search can be continued.
 
 Settings that change what the budget means (whether a prompt counts, a selection per query head), or
-that save time at the cost of the score (how often a selection is refreshed) are not searched: the
-table is about scores at one budget.
+that save time at the cost of the score (how often a selection is refreshed) are not searched,
+because the results compare scores at one budget.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def dense_sets(geometry: Geometry, size: int) -> list[tuple[int, ...]]:
     """A few sets of `size` dense layers: the first ones; all but one of these and a deeper one; the
     same number, evenly spread.
 
-    The first full-attention layer is in all of them, because a method with selection layers reads
+    All of them contain the first full-attention layer, because a method with selection layers reads
     everything before the first of these.
     """
     usable = geometry.full_attention
@@ -228,7 +228,7 @@ def _has_size(policy: Policy, free: Collection[str], geometry: Geometry, dense_s
 HELD_OUT = 1_000_000
 """Seed of the first sample for tuning; evaluations begin at 0."""
 
-#: Label, length and budget of what was tuned.
+#: Label, length and budget of a tuned method.
 Key = tuple[str, int, int | None]
 
 

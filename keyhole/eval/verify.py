@@ -67,7 +67,7 @@ _CHUNK = 13
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One way of running, and the difference of its logits from the model's own.
+    """One way of running the engine, and the difference of its logits from transformers'.
 
     difference: largest absolute difference of any logit. error: the value that is judged. In
     float32 it is the difference as a share of the largest logit, if that is above 1. In 16 bits,
@@ -100,8 +100,8 @@ def verify(
 ) -> list[Check]:
     """Runs all checks; see `Check.passed`. device and dtype as in `LLM`, for a model by name.
 
-    length: also check a prompt of this many tokens, beyond a sliding window or where RoPE is
-    scaled. ConfigError if the model does not allow it.
+    length: also check a prompt of this many tokens, to go beyond a sliding window or to where RoPE
+    is scaled. ConfigError if the model does not allow it.
     """
     loaded = model if isinstance(model, Model) else load(model, device, dtype)
     prompts = _prompts(loaded, length)
@@ -148,7 +148,8 @@ class Eager:
 
     @torch.no_grad()
     def noise(self, tokens: list[int]) -> float:
-        """Its own noise: the larger of two differences from computing all tokens in one call.
+        """Its own rounding noise: the larger of two differences from computing all tokens in one
+        call.
 
         The first is decoding token by token, because layers may round differently for different
         numbers of tokens in a call. The second changes the embeddings by as much as a sum in
@@ -213,7 +214,7 @@ def _prompts(model: Model, length: int | None) -> list[list[int]]:
 
 
 def _covers(cls: type[Policy], budget: int) -> Policy:
-    """The policy with a budget that covers everything, and its other settings at their defaults."""
+    """The policy with a budget that covers everything, and defaults for its other settings."""
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**({"token_budget": budget} if "token_budget" in names else {}))
 
@@ -262,7 +263,7 @@ def _compare(
     noise: float | None,
     replayed: int,
 ) -> Check:
-    """noise: of quantised weights, see `Eager.noise`; None for others."""
+    """noise: that of quantised weights, see `Eager.noise`; None for other weights."""
     difference = max(float((ours - right).abs().max()) for ours, right in pairs)
     tolerance = _TOLERANCE[dtype]
     if noise is not None:
@@ -304,7 +305,7 @@ class RecallText:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallCell:
-    """Mean recall of one chooser over texts of one length."""
+    """Mean recall of one selection over texts of one length."""
 
     chooser: str
     length: int
@@ -320,9 +321,9 @@ def measure_recall(
     texts: Mapping[int, Sequence[RecallText]],
     budgets: Iterable[int],
 ) -> list[RecallCell]:
-    """A cell for each chooser, length and smaller budget; every text has the same weight.
+    """A cell for each selection, length and smaller budget; every text has the same weight.
 
-    texts: by length. The model may be loaded for the engine or not.
+    texts: by length. Works whether or not the model was loaded for the engine.
     """
     geometry = model.geometry(EngineConfig.page_size)
     policies = [SpeContext(token_budget=budget).resolve(geometry) for budget in budgets]

@@ -1,8 +1,8 @@
-"""What packing the weights of a model changes, for `keyhole verify --weights`.
+"""The error of packing a model's weights, for `keyhole verify --weights`.
 
 The model with its weights as stored and the packed one read the same texts with transformers' eager
-attention. Texts are those of --data, or sampled from the model as stored: perplexity on text of its
-own says how far the packed model is from it.
+attention. Without --data, texts are sampled from the model as stored: the packed model's perplexity
+on them shows how far it is from that model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEXTS, _LENGTH = 8, 256
 
 @dataclass(frozen=True, kw_only=True)
 class WeightError:
-    """The packed model beside the model as stored.
+    """The packed model compared with the model as stored.
 
     perplexity, plain_perplexity: of the texts, packed and as stored. logit_error: per text the
     median over positions of the root mean square difference of the logits, relative to that of the
@@ -46,7 +46,7 @@ class WeightError:
 
     @property
     def change(self) -> float:
-        """Of the perplexity, as a share of that of the model as stored."""
+        """The increase of the perplexity, as a share of that of the model as stored."""
         return self.perplexity / self.plain_perplexity - 1
 
 

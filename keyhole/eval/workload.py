@@ -1,7 +1,7 @@
-"""What an evaluation runs in one cell: samples as requests, and their costs.
+"""Runs the samples of one cell as requests, and counts their costs.
 
-Because sparse decoding is evaluated, a request may have tokens that are not part of its dense
-prompt: they go through decode steps under the policy, one by one, as generated tokens do.
+A request may have tokens after its dense prompt that go through decode steps under the policy, one
+by one, as generated tokens do: sparse decoding is what is evaluated.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def serve(
 
 
 FIRST_SEED = "first_seed"
-"""A setting of a task in a line: the number of its first sample, if that is not 0."""
+"""The field of a line for the number of the first sample, if that is not 0."""
 
 #: Makes an empty engine that runs under a policy.
 MakeEngine = Callable[[Policy], Engine]
@@ -139,12 +139,12 @@ class Shown:
 
 
 class Workload(ABC):
-    """Samples with scores. `settings`: which samples they are, besides the name."""
+    """Samples with scores. `settings`: identify the samples, together with the name."""
 
     name: str
     settings: dict[str, Any]
     has_question: bool = True
-    """Whether the setups differ; without a question they are the same."""
+    """Whether the setups differ; for samples without a question they are the same."""
 
     @abstractmethod
     def available(self, length: int, limit: int) -> int:
@@ -234,7 +234,7 @@ class Answered(Workload):
         (sample,) = self.samples(length, 1)
         asked = request(self._tokenizer, sample, setup)
         tokens = [*asked.prompt, *asked.given]
-        # A depth is a share of letters; it was divided, and so must be rounded.
+        # A depth is a share of letters; multiplying it back may not give a whole number.
         ends = [round(depth * len(sample.context)) for depth in sample.depths]
         marks = (_common(tokens, _ids(self._tokenizer, sample.context[:end])) for end in ends)
         return Shown(asked, tuple(marks))

@@ -2,13 +2,13 @@
 
 Names may have settings: `--presses snapkv:window_size=32,tova --tasks passkey:depth=0.5`. For the
 bundled model, a task in plain English is replaced by its form in that model's vocabulary. Every
-cell (task, length, setup, press, budget) adds a line to --output; a cell that is there already with
-as many samples is not measured again. Exit status 1 if a cell was refused.
+cell (task, length, setup, press, budget) adds a line to --output; a cell that is stored with at
+least as many samples is not measured again. Exit status 1 if a cell was refused.
 
-Samples, their tokens and the fields of a line are those of `keyhole eval`, so that one file can
-hold the lines of both. In setup `prompt` a press sees the question; in setup `question` it sees the
-context only, which is kvpress's own usage. Decode steps are those of the answer alone, as the
-question is computed in one forward pass.
+Samples, their tokens and the fields of a line are the same as in `keyhole eval`, so one file can
+hold lines of both. In setup `prompt` a press sees the question; in setup `question` it sees only
+the context, which is how kvpress itself is used. The question is computed in one forward pass, so
+only the answer has decode steps.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ class PressAnswer:
 
 
 class CompressedModel:
-    """A model that is used only here: it gets the attention functions of transformers.
+    """A model with the attention functions of transformers; it cannot be used by an engine.
 
-    ModelError for a model that kvpress does not support, or with layers that drop tokens
-    themselves.
+    ModelError for a model that kvpress does not support, or whose layers drop tokens themselves.
     """
 
     def __init__(self, model: Model) -> None:
@@ -102,7 +101,7 @@ class CompressedModel:
     ) -> PressAnswer:
         """Greedy decoding of at most `max_tokens`.
 
-        context: token ids that are computed densely, then pressed. question: token ids that are
+        context: token ids that are computed densely, then compressed. question: token ids that are
         computed over the remaining tokens; without a question, the first token is still exact.
         ConfigError if the budget is too small for the question; NumericalError for NaN.
         """
@@ -180,7 +179,7 @@ def _applied(press: Any, network: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PressCell:
-    """The case to measure; `samples` are those with the numbers from 0 on."""
+    """The case to measure; `samples`: how many, numbered from 0."""
 
     task: Task
     length: int

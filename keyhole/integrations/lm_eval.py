@@ -3,13 +3,13 @@
     python -m keyhole.integrations.lm_eval --model keyhole --tasks gsm8k
         --model_args pretrained=MODEL,policy=delta,token_budget=1024
 
-This is the harness's own command line after one import, which registers the model; the harness has
-no entry point by which it would find it alone. In a program, import this module and call
+This imports the module, which registers the model, and runs the harness's own command line; the
+harness has no entry points for models of other packages. In a program, import this module and call
 `lm_eval.simple_evaluate(model="keyhole", ...)`.
 
-Tokens, truncation, stop texts and chat template are those of the harness's model "hf", and with
-`policy=full` so are the answers. Log-likelihoods are computed in float32 (`hf` with
-`softmax_dtype=float32`).
+Tokens, truncation, stop strings and chat template are those of the harness's model "hf", and with
+`policy=full` the answers are, too. Log-likelihoods are computed in float32, as in `hf` with
+`softmax_dtype=float32`.
 
 What a sparse policy changes, in each kind of request (the context is always computed exactly):
 
@@ -62,9 +62,9 @@ except ImportError as error:
     ) from error
 
 _ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig))
-#: Fields of a task's generation_kwargs, besides those that the harness itself reads.
+#: Supported fields of a task's generation_kwargs, besides those that the harness itself reads.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-#: Replaces logits that have been read: thousands of them would not fit in memory.
+#: Replaces logits that have been used: thousands of them would not fit in memory.
 _READ = torch.empty(0)
 
 
@@ -72,8 +72,8 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
     """A model of the harness that answers through Keyhole's engine, many requests at once.
 
     pretrained: a folder, a hub id, or a model from `keyhole.models.loading.load`. policy: a name;
-    its settings, and those of `EngineConfig`, are passed by their names. batch_size: the harness's;
-    1 (its default) and "auto" leave it to max_batch. The others as in the model "hf".
+    its settings, and those of `EngineConfig`, are keyword arguments. batch_size: as in the harness;
+    with 1 (its default) and "auto", max_batch applies. Other arguments are as in the model "hf".
 
     ModelError for the model, ConfigError for settings.
     """
@@ -234,7 +234,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to the first of its stop texts.
+        """The text after each context, up to its first stop string.
 
         RequestError for generation settings that the engine does not have.
         """
@@ -269,7 +269,7 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
             scores.append(_Score(continuation))
 
         def finish(i: int, sequence: Request) -> None:
-            if requests[i][0] is not None:  # windows of a longer text have no key
+            if requests[i][0] is not None:  # windows of a rolling text have no key
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i].answer)
 
         def read(i: int, sequence: Request) -> None:

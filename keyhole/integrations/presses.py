@@ -1,7 +1,7 @@
 """The supported presses, with checked settings and a budget in tokens instead of a ratio.
 
-Offered are those that drop whole tokens, the same number for every KV head of every layer, and
-whose choice `tests/integrations/press_formulas.py` computes a second time:
+Supported are the presses that drop whole tokens, the same number for every KV head of every layer,
+and whose selection `tests/integrations/press_formulas.py` computes independently:
 
     snapkv               attention of the last queries (Li et al., SnapKV, NeurIPS 2024)
     observed_attention   attention of all queries, mean (H2O's score, Zhang et al., NeurIPS 2023)
@@ -43,10 +43,10 @@ _RATIO = "compression_ratio"
 class _Offer:
     """A press's class and its properties.
 
-    always: how many tokens it always keeps, or the setting with this number. attention: the
-    attention implementation that it needs. decodes: it can press again while decoding. The others
-    cannot, because they need the queries of more than the newest token, or take the order in the
-    cache, which pressing changes, for positions.
+    always: how many tokens it always keeps, or the name of the setting that says so. attention: the
+    attention implementation that it needs. decodes: whether it can press again while decoding. The
+    others need the queries of more than the newest token, or take indices in the cache for
+    positions, which is wrong after a press.
     """
 
     cls: Any
@@ -77,7 +77,7 @@ _RIGHT: dict[str, _Check] = {
     "use_vnorm": _BOOL,
     "epsilon": (lambda value: is_number(value) and float(str(value)) >= 0, "at least 0"),
 }
-"""Valid values of the settings, which kvpress does not declare."""
+"""Valid values of the settings; kvpress does not check them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ class Press:
         """The smallest number of tokens that can be kept: those that are always kept, and one
         selected token.
 
-        Down to this number, the tokens that are always kept are safe: kvpress 0.5.2 gives them the
-        highest score, and breaks ties arbitrarily.
+        With fewer, kvpress 0.5.2 could drop tokens that it should always keep: they share the
+        highest score, and it breaks ties arbitrarily.
         """
         always = _OFFERED[self.name].always
         return 1 + int(self.settings[always] if isinstance(always, str) else always)
@@ -123,7 +123,7 @@ class Press:
                 f"budget {self.budget} must be at least {self.least + question} here: {self.name} "
                 f"keeps {self.least} tokens or more, and the question has {question}"
             )
-        # kvpress keeps int(length * (1 - ratio)): aim between two numbers, whatever is rounded.
+        # kvpress keeps int(length * (1 - ratio)); adding a half makes rounding errors harmless.
         return self._make(1 - (kept + 0.5) / length)
 
     def decoding(self) -> Any:

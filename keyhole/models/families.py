@@ -15,12 +15,12 @@ from keyhole.errors import ModelError
 
 #: Kinds of layers, as in `layer_types`, whose keys and values are in pages.
 _FULL = {"full_attention", "attention", "global", "hybrid"}
-_SLIDING = {"sliding_attention", "local"}
+_SLIDING = {"sliding_attention", "local", "hybrid_sliding"}
 _CHUNKED = {"chunked_attention"}
 _ATTENTION = _FULL | _SLIDING | _CHUNKED
 
 #: Kinds that keep a recurrent state of a sequence; a hybrid layer has keys and values as well.
-_RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+_RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 #: Kinds that keep nothing of earlier tokens.
 _STATELESS = {"mlp", "moe"}
 
@@ -80,6 +80,11 @@ def check(config: Any, name: str) -> None:
             f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds)
         )
         raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
+    if getattr(config, "rel_extent", None) is not None:
+        raise ModelError(
+            f"model {name!r} ({family}) adds a learned bias for each distance of two tokens to the "
+            "scores of attention, which Keyhole's kernels do not compute"
+        )
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
             f"model {name!r} ({family}) consists of several models, and transformers has "

@@ -54,6 +54,7 @@ _SIZES = {
     **dict.fromkeys(["mamba_d_state", "ssm_state_size", "mamba_dt_rank"], 8),
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], _HEAD_DIM),
     "moe_shared_expert_intermediate_size": 48,
+    "adapter_rank": 8,
 }
 #: Fields that stay below this: numbers of experts, windows (below the lengths of the gate's texts).
 _AT_MOST = {
@@ -114,6 +115,7 @@ def shrink(config: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             _set(small, name, min(value, most))
     _shrink_recurrence(small, ratio)
+    _shrink_shared_attention(small)
     _shrink_rope_lengths(config, small)
     if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
         small.word_embed_proj_dim = small.hidden_size
@@ -156,6 +158,20 @@ def _shrink_recurrence(config: Any, ratio: int) -> None:
         inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
         _set(config, "mamba_n_heads", 4)
         _set(config, "mamba_d_head", inner // 4)
+
+
+def _shrink_shared_attention(config: Any) -> None:
+    """Zamba: attention over the token's embedding beside its hidden state, twice as wide."""
+    if getattr(config, "attention_hidden_size", None) is None:
+        return
+    width = 2 * config.hidden_size
+    config.attention_hidden_size = width
+    _set(config, "attention_head_dim", width // config.num_attention_heads)
+    if hasattr(config, "hybrid_layer_ids"):  # Zamba 2
+        kinds = config.layers_block_type
+        config.hybrid_layer_ids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+        inner = config.mamba_expand * config.hidden_size
+        _set(config, "mamba_headdim", inner // config.n_mamba_heads)
 
 
 def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
@@ -239,7 +255,9 @@ def random_model(config: Any) -> PreTrainedModel:
         for name, parameter in network.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2:
-                parameter.copy_(drawn * 1.5 / parameter.shape[-1] ** 0.5)
+                # An adapter adds a little to another layer; more, and scores exceed float32.
+                gain = 0.5 if "_adapter_" in name else 1.5
+                parameter.copy_(drawn * gain / parameter.shape[-1] ** 0.5)
             elif name.endswith("weight"):
                 parameter.copy_(1 + 0.2 * drawn)
             else:

@@ -26,12 +26,12 @@ def test_a_good_line_is_its_request() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [
-        (b"{", "invalid_json", "no JSON"),
-        (b"\xff\xfe", "invalid_json", "no JSON"),
-        (b"[" * 100_000, "invalid_json", "no JSON"),
+        (b"{", "invalid_json", "not JSON"),
+        (b"\xff\xfe", "invalid_json", "not JSON"),
+        (b"[" * 100_000, "invalid_json", "not JSON"),
         ([1], "invalid_json", "[1] must be a JSON object"),
-        (GOOD | {"custom_id": ""}, "missing_custom_id", 'custom_id "" must be a text'),
-        (GOOD | {"custom_id": 3}, "missing_custom_id", "custom_id 3 must be a text"),
+        (GOOD | {"custom_id": ""}, "missing_custom_id", 'custom_id "" must be a string'),
+        (GOOD | {"custom_id": 3}, "missing_custom_id", "custom_id 3 must be a string"),
         (GOOD | {"method": "GET"}, "invalid_request", 'method "GET" must be "POST"'),
         (GOOD | {"url": "/v1/embeddings"}, "invalid_request", "must be /v1/chat/completions or"),
         (GOOD | {"url": ["/v1"]}, "invalid_request", "url"),
@@ -51,7 +51,7 @@ def test_the_second_line_with_a_custom_id_is_a_mistake() -> None:
     lines = [line(GOOD, 1), line(GOOD | {"custom_id": "b"}, 2), line(GOOD, 4)]
     found = [request.problem for request in requests_of(lines)]
     assert found[:2] == [None, None]
-    assert found[2] == ("duplicate_custom_id", "line 4: custom_id 'a' is also that of line 1")
+    assert found[2] == ("duplicate_custom_id", "line 4: custom_id 'a' was already used in line 1")
 
 
 def test_blank_lines_are_no_requests() -> None:

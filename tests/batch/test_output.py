@@ -61,7 +61,7 @@ def test_errors_are_distinguished_from_answers(tmp_path: Path) -> None:
 def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "thesis.txt"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="line 1 is no answer of a batch"):
+    with pytest.raises(ConfigError, match="line 1 is not an answer of a batch"):
         BatchOutput(path)
     assert path.read_bytes() == content
 
@@ -72,7 +72,7 @@ def test_a_damaged_line_in_the_midst_is_named_and_nothing_is_lost(tmp_path: Path
     lines = path.read_bytes().splitlines(keepends=True)
     damaged = lines[0] + lines[1][:9] + b"\n" + lines[2]
     path.write_bytes(damaged)
-    with pytest.raises(ConfigError, match="line 2 is no answer of a batch; take it out"):
+    with pytest.raises(ConfigError, match="line 2 is not an answer of a batch; remove it"):
         BatchOutput(path)
     assert path.read_bytes() == damaged
 

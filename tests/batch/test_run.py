@@ -88,8 +88,8 @@ def test_what_cannot_be_answered_gets_an_error_and_the_others_an_answer(
     assert said.pop(("other", 404)).startswith("model 'gpt-5' is not served here")
     assert "temperature" in said.pop(("cold", 400))
     assert "tokens" in said.pop(("long", 400))
-    assert said.pop((None, None)).startswith("line 2: no JSON")
-    assert said.pop(("good", None)) == "line 6: custom_id 'good' is also that of line 1"
+    assert said.pop((None, None)).startswith("line 2: not JSON")
+    assert said.pop(("good", None)) == "line 6: custom_id 'good' was already used in line 1"
     assert not said
 
 

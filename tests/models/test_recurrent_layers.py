@@ -19,6 +19,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import load
+from keyhole.models.modules.recurrent_layers import Packed
 from keyhole.models.shrink import build, random_model, shrink
 from keyhole.policies import available_controls, make_policy
 from tests.policies.models import with_head
@@ -26,11 +27,12 @@ from tests.policies.models import with_head
 #: One family of every kind of recurrent layer, and of hybrids with the same kind.
 FAMILIES = """
     lfm2 lfm2_moe qwen3_next qwen3_5_text granitemoehybrid bamba falcon_h1 nemotron_h kimi_linear
-    minimax olmo_hybrid
+    minimax olmo_hybrid jamba zamba zamba2 zaya
 """.split()
 #: A short convolution; a gated delta net; Mamba-2; Mamba-2 beside attention in each layer; linear
-#: attention without a convolution.
-KINDS = ["lfm2", "qwen3_next", "nemotron_h", "falcon_h1", "minimax"]
+#: attention without a convolution; Mamba, which cannot go on with several tokens at once; queries,
+#: keys and values that are a convolution's.
+KINDS = ["lfm2", "qwen3_next", "nemotron_h", "falcon_h1", "minimax", "jamba", "zaya"]
 DELTA = Delta(token_budget=8, recent_pages=1, full_layers=(0,), delta_layers=(1,))
 POLICIES = {**keyhole.available_policies(), **available_controls()}
 PAGE = 8
@@ -302,3 +304,23 @@ def test_a_checkpoint_in_16_bits_keeps_its_state_in_the_dtypes_of_transformers(
     for kind, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
         assert found[kind, 0].dtype == states[0].dtype
         assert found[kind, 0].shape == states[0].shape
+
+
+def test_which_layers_continue_from_a_state_is_measured() -> None:
+    """transformers' Mamba begins each call of several tokens with zeros: jamba was not exact."""
+
+    def found(family: str) -> set[bool]:
+        network = engine_of(family).model.network
+        return {m.continues for m in network.modules() if isinstance(m, Packed)}
+
+    assert found("jamba") == found("zamba") == {False}
+    for family in ("lfm2", "qwen3_next", "nemotron_h", "minimax", "zaya"):
+        assert found(family) == {True}, family
+
+
+def test_why_other_hybrids_are_refused() -> None:
+    for family, reason in {
+        "recurrent_gemma": "in the module, for one batch at a time",
+        "inkling_text": "a learned bias for each distance of two tokens",
+    }.items():
+        assert reason in str(exactness_gate.measure(CONFIG_MAPPING[family]()).reason)

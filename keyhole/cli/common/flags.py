@@ -123,7 +123,7 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_of(arguments, SamplingParams))
 
 
-# Those of `keyhole.documents.store`, which imports torch.
+# Copied from `keyhole.documents.store`, which imports torch.
 _CHECKS = ("open", "read")
 _CHECK_HELP = (
     "what is compared with checksums: open, a record's statistics when it is opened; read, "
@@ -137,7 +137,7 @@ def add_check(parser: argparse._ActionsContainer, flag: str) -> None:
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:
-    """--documents and what belongs to it, of the store that a command opens."""
+    """--documents, and the other flags of a document store that a command opens."""
     group = parser.add_argument_group("documents")
     group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
     text = "the most that they may take, bytes or 20GiB; default: no limit"
@@ -168,10 +168,10 @@ def _add_method(
 
 
 def find_model(arguments: argparse.Namespace) -> ModelFiles:
-    """The files of the model that the arguments name; the hub is queried once.
+    """The files of the model that the arguments name; queries the hub only once.
 
-    `load_model` begins with it, before torch and transformers are imported, so that a wrong name
-    is answered at once. Commands that import them earlier call it themselves.
+    `load_model` calls it before torch and transformers are imported, so that a wrong name fails at
+    once. Commands that import them earlier call it themselves.
     """
     if "model_files" not in arguments:
         arguments.model_files = locate(TINY if arguments.model is None else arguments.model)
@@ -240,7 +240,7 @@ def quiet() -> None:
 
 
 def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
-    """A flag whose value stays text until `settings_of` reads it; None if it was not given."""
+    """Adds a flag; its value is text until `settings_of` converts it, None if it was not given."""
     flag, text = _flag(field.name), _help(field)
     if field.type == "bool":
         _add_switch(group, field.name, field, text)
@@ -255,7 +255,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
 
 
 def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
-    """A flag without a value, which sets the opposite of the default."""
+    """Adds a flag without a value, which sets the opposite of the default."""
     flag = _flag("no_" + name) if field.default else _flag(name)
     text = f"turn this off: {text}" if field.default else text
     const = str(not field.default)

@@ -29,7 +29,7 @@ from keyhole.reuse import available_reuse_methods
 
 _FLAG, _VARIABLE = "--config", "KEYHOLE_CONFIG"
 _SHARED = ("model", "device", "dtype", "store")
-#: Flags that name a method, with its settings behind the name.
+#: Flags whose value is a method, with settings after its name.
 _METHODS = ("policy", "reuse")
 
 
@@ -88,7 +88,7 @@ def apply_config(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> 
     shared = {name: config[name] for name in _SHARED if name in config and name in actions}
     for given, value in {**shared, **own}.items():
         name = given.replace("-", "_")
-        if value is None:  # YAML's empty value: as if the line were not there
+        if value is None:  # an empty value in YAML counts as not given
             continue
         if isinstance(value, Mapping) and name not in actions:  # of an action
             continue
@@ -243,11 +243,11 @@ def check_leftover(arguments: argparse.Namespace, leftover: Sequence[str]) -> No
     owners = [
         f"--{kind} {method}:{name}=..."
         for kind, table in (("policy", available_policies), ("reuse", available_reuse_methods))
-        if kind in arguments  # tables are loaded where they are needed
+        if kind in arguments  # loaded only for commands that have this flag
         for method, cls in sorted(table().items(), key=lambda one: one[0] not in chosen)
         if name in vars(cls)["__dataclass_fields__"]
     ]
-    # Without the dashes, which all have in common.
+    # Compared without the dashes, which would make all flags look similar.
     near = difflib.get_close_matches(flag[2:], [one[2:] for one in known], n=1)
     if near:
         hint = f"did you mean '--{near[0]}'?"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from keyhole.reuse.base import Reuse
 
 
-#: Colours of words of a result that stand alone: in a cell, or at the start of a line.
+#: Colours of result words that fill a cell or begin a line.
 MARKS = {
     "met": "green",
     "exact": "green",
@@ -45,7 +45,9 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     """The text, styled if the stream is a terminal."""
     if not style or not stream.isatty():
         return text
-    from rich.console import Console  # only here, so that `documents list` pays nothing for it
+    from rich.console import (
+        Console,
+    )  # imported here, so that commands without colours do not load it
     from rich.text import Text
 
     console = Console(file=stream, soft_wrap=True, highlight=False)
@@ -155,7 +157,7 @@ def setting(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-#: The exit status of a program that Ctrl-C ended, by the convention of shells.
+#: The exit status of a program that Ctrl-C ended, by convention.
 INTERRUPTED = 130
 
 
@@ -217,7 +219,7 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
                 if interrupt.seen:
                     llm.engine.abort(sequence)
                 elif not sequence.is_finished and len(sequence.generated) == given:
-                    llm.engine.step()  # other requests of the batch may have taken the step
+                    llm.engine.step()  # a step may serve only other requests
                 piece = piece_of(sequence, given)
                 if piece is None:
                     bar.update(min(sequence.num_computed, total) - bar.n)

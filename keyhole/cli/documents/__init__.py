@@ -1,4 +1,4 @@
-"""Stores documents, each encoded once and alone by a model, and answers questions over them.
+"""Stores documents, each encoded once on its own by a model, and answers questions over them.
 
 Stored documents survive restarts, and several processes may use them at once. A name that ends in
 "/" means all documents below it: `--documents handbook/` for handbook/a.md and handbook/b.md.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keyhole.reuse.base import Reuse
 
 
-# Documents whose P is listed; of more documents, only those with P > 0.
+# Up to this many documents, every P is listed; for more, only those above 0.
 _MOST_SHARES = 16
 
 

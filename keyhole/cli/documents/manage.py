@@ -27,7 +27,7 @@ _NO_MODEL = {"model": "none"}
 
 
 class _OnUse(types.ModuleType):
-    """A module in `sys.modules` that is imported when something of it is used."""
+    """A module in `sys.modules` that is imported when one of its attributes is used."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:
@@ -78,7 +78,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def open_store(arguments: argparse.Namespace) -> DocumentStore:
-    """The documents without a model; they count as not encoded. Torch is not loaded for them."""
+    """The documents without a model; they count as not encoded. Torch is not loaded."""
     sys.modules.setdefault("torch", _OnUse("torch"))
     from keyhole.documents.store import DocumentStore
 
@@ -239,7 +239,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _repair(documents: Documents, problems: list[Problem]) -> list[str]:
-    """Names of the documents that are right now."""
+    """The names of the documents that were repaired."""
     damaged = {problem.name for problem in problems if problem.kind == "source"}
     repaired = []
     for name in dict.fromkeys(problem.name for problem in problems):

@@ -1,7 +1,8 @@
 """What sparse attention loses, layer by layer, on real text: `keyhole eval --suite attention`.
 
-A text is forced through decode steps of the dense model. In every layer and step, each policy
-selects what it would read, and attention over this selection is compared with full attention:
+Text is fed token by token (teacher forcing) through decode steps of the dense model. In every layer
+and step, each policy selects what it would read, and attention over this selection is compared with
+full attention:
 
     dense_run   forces texts; weights, output and what each policy would read, step by step
     sums        means over steps: losses of policies, overlap of layers, repetition between steps

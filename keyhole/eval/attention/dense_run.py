@@ -1,11 +1,11 @@
-"""Forces texts through decode steps of the dense model and records what policies would read.
+"""Feeds texts through decode steps of the dense model and records what policies would read.
 
 In every layer with full attention, each policy of `Candidates` selects by the layer's own queries,
 and attention over its selection is computed by the code of decode steps. The model itself continues
 with the output of full attention, so a policy's loss in one layer does not change the layers after
 it.
 
-Measures take one decode step of B sequences and return one number per sequence, float64 [B].
+Each measure below takes one decode step of B sequences and returns float64 [B].
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def output_error(full: Tensor, found: Tensor) -> Tensor:
 
 
 def tokens_read(tokens: Tensor, num_kv_heads: int) -> Tensor:
-    """Tokens read per KV head, mean over KV heads; a token that several query heads of a KV head
+    """Tokens read per KV head, mean over KV heads. A token that several query heads of one KV head
     read counts once.
 
     tokens: bool [B, H, N].
@@ -80,7 +80,7 @@ def page_sums(scores: Tensor, page_size: int) -> Tensor:
 
 
 def members(indices: Tensor, count: int) -> Tensor:
-    """Lists of entries [B, H, n], padded with -1, as bool [B, H, count]."""
+    """Lists of indices [B, H, n], padded with -1, as a mask: bool [B, H, count]."""
     found = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
     found.scatter_(2, indices.long().where(indices >= 0, count), True)
     return found[..., :count]
@@ -101,9 +101,7 @@ class Retained:
         self._generated: dict[int, list[int]] = {}
 
     def view(self, step: Step) -> RetainedPages:
-        """The remaining pages for the newest tokens of a step; records pages that these tokens
-        begin.
-        """
+        """The remaining pages at this step, after adding the pages that its newest tokens begin."""
         slots, size = step.sequences.slots.tolist(), self._size
         position = np.asarray(step.sequences.host_lengths) - 1
         for slot, place, fresh in zip(
@@ -139,8 +137,8 @@ class Retained:
         )
 
     def evict(self, step: Step, victims: Tensor) -> None:
-        """Removes a page of each sequence that is due; victims int64 [B], as returned by
-        `after_step`.
+        """Removes the page that each sequence evicts; victims: int64 [B], as `after_step` returns
+        them.
         """
         assert step.retained is not None
         for row, slot in enumerate(step.sequences.slots.tolist()):
@@ -155,13 +153,15 @@ class Retained:
         self._generated[slot] = []
 
 
-#: Called with every full-attention layer of a decode step: its number and queries [B, Hq, D].
+#: Called for every full-attention layer of a decode step, with its number and queries [B, Hq, D].
 LayerObserver = Callable[[int, "Tensor", Step], None]
 
 
 @dataclass(eq=False)
 class StepView:
-    """Each policy's view of the current step. retained: of the policies that evict."""
+    """Each policy's view of the current step. retained: the remaining pages, for policies that
+    evict.
+    """
 
     steps: list[Step] = field(default_factory=list)
     retained: dict[int, Retained] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Candidates(Policy):
     progress: StepView = field(default_factory=StepView)
 
     def __post_init__(self) -> None:
-        # Class variables of a policy; here they follow from the policies inside.
+        # Other policies have these as class variables; here they depend on the wrapped policies.
         for name in ("wants_head", "reads_keys", "reads_queries"):
             object.__setattr__(self, name, any(getattr(one, name) for one in self.policies))
         shares = all(one.shares_pages for one in self.policies)
@@ -200,15 +200,15 @@ class Candidates(Policy):
         return dataclasses.replace(self, policies=settled, progress=StepView(retained=retained))
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
-        """That of all policies."""
+        """The entries of all policies."""
         return _joined([one.page_data(layout, page_size) for one in self.policies])
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """That of all policies."""
+        """The entries of all policies."""
         return _joined([one.sequence_state(geometry) for one in self.policies])
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """Those of all policies."""
+        """The entries of all policies."""
         return _joined([one.sequence_numbers(geometry) for one in self.policies])
 
     def on_append(
@@ -221,7 +221,7 @@ class Candidates(Policy):
                 one.on_append(key_pages, own, pages, filled)
 
     def reusable(self, known: int, page_size: int) -> int:
-        """The length that all of them can reuse."""
+        """The longest prefix that all of them can reuse."""
         return min([known, *(one.reusable(known, page_size) for one in self.policies)])
 
     def on_prompt_queries(
@@ -292,7 +292,7 @@ def _own(number: int, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a policy would read of each sequence in a layer, and attention over it.
+    """What a policy would read of each sequence in a layer, and the attention output over it.
 
     tokens: bool [B, H, N], with H = 1, Hkv or Hq; None: everything. output: [B, Hq, Dv].
     """
@@ -321,7 +321,7 @@ class LayerStep:
 Take = Callable[[LayerStep], None]
 
 
-#: Shown the batch, the layer's number, its queries and the options of its attention.
+#: Called with the batch, the layer's number, its queries and the options of its attention.
 Observer = Callable[[Batch, int, Tensor, dict[str, Any]], None]
 
 
@@ -354,11 +354,11 @@ def run(
     copies: SharedPromptCache | None = None,
     head: RetrievalHead | None = None,
 ) -> None:
-    """Serves the requests with the dense model; `take` gets every full-attention layer of each
+    """Runs the requests on the dense model and calls `take` with every full-attention layer of each
     step.
 
-    Samples are numbered in the order of the requests. copies: prompts that were computed before.
-    head: for policies that need one; None: the head stored with the weights.
+    Samples are numbered in the order of the requests. copies: cached prompts. head: for policies
+    that need one; None: the head stored with the weights.
     """
     rows = SampleRows()
     seen: list[Any] = []
@@ -398,7 +398,7 @@ def _layer_step(
         alone = dataclasses.replace(
             batch, policy=policy, step=own, reads=reads, prefetcher=None, observer=None
         )
-        # The newest key and value are in the cache; only buffers of offloaded layers want them.
+        # The newest key and value are in the cache; only buffers of offloaded layers need them.
         found = attention.decode(alone, layer, query, (query, None), None, options)
         output_there = expanded(model, geometry, layer, found)
         readings.append(Reading(_tokens(reads[-1], own, weights.shape[2]), output_there))

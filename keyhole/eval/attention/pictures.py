@@ -95,7 +95,7 @@ def _losses(figure: Any, place: AttentionSetting, rows: list[SummaryRow]) -> Non
     for axis in axes.flat[len(rows) :]:
         axis.set_visible(False)
     for number, axis in enumerate(axes.flat[: len(rows)]):
-        axis.tick_params(labelbottom=number + columns >= len(rows))  # nothing stands below it
+        axis.tick_params(labelbottom=number + columns >= len(rows))  # no panel below
     axes[0, 0].set_ylim(bottom=0)
     for axis in axes[-1]:
         axis.set_xlabel("layer")
@@ -132,7 +132,7 @@ def _loss(axis: Any, row: SummaryRow, look: MethodStyle, twin: SummaryRow | None
 
 
 def _by_layer(line: Line, who: str) -> list[float]:
-    """The error in every layer, mean over texts; NaN where the policy is dense."""
+    """The error of every layer, mean over texts; NaN where the policy is dense."""
     rows = line["losses"][who]["error"]
     return [
         math.nan if layer in line["dense_layers"] else sum(one[i] for one in rows) / len(rows)

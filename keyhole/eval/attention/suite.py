@@ -1,9 +1,9 @@
 """Runs the suite `attention` cell by cell; stored cells are not measured again.
 
-A cell is a policy with its controls at one length and budget, or the overlap of top lists at a
-length and budget. Every cell is measured on the model and then on its random twin: the same
-architecture with newly initialised weights. The twin has learnt nothing, so whatever its attention
-shows comes from shapes, positions and chance. Each measurement becomes one line of a file.
+A cell is a policy with its controls, or the overlap of lists of top entries, at one length and
+budget. Every cell is measured on the model and then on its random twin: the same architecture with
+newly initialised weights. The twin has learnt nothing, so any structure in its attention comes from
+shapes, positions and chance. Each measurement becomes one line of a file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ METHOD = "method"
 class AttentionCell:
     """A policy with its controls, or (method None) the overlap of top lists.
 
-    policies: the policy under `METHOD` and its controls, resolved. error: why there are none.
+    policies: the policy, under the key `METHOD`, and its controls, all resolved. error: why there
+    are none.
     """
 
     length: int
@@ -79,7 +80,7 @@ class AttentionCell:
 
     @property
     def known(self) -> Line:
-        """The fields that identify a line of this cell, besides those for the steps that it saw."""
+        """The fields that identify a line of this cell, besides those of `_common`."""
         if self.method is None:
             return {"measured": OVERLAP, "budget": self.budget}
         return {
@@ -154,7 +155,7 @@ class CellRun:
     copies: SharedPromptCache
 
     def loss(self, cell: AttentionCell, known: Mapping[str, Any]) -> Line:
-        """What the policy of a cell and its controls lose; known: controls that were measured
+        """The losses of a cell's policy and of its controls; known: controls that were measured
         before.
         """
         geometry = self.model.geometry(self.config.page_size)
@@ -279,7 +280,7 @@ class AttentionSuite:
         return outcome
 
     def _weights(self, weights: str, cells: list[AttentionCell]) -> Any:
-        """The model or its twin; the twin is not made if all of its lines are stored."""
+        """The model or its twin; the twin is not created if all of its lines are stored."""
         missing = any(cell.error is None and self._stored(cell, weights) is None for cell in cells)
         if weights == RANDOM and missing:
             return random_twin(self._model)
@@ -352,7 +353,7 @@ class AttentionSuite:
         return self._common(cell, weights) | cell.known
 
     def _common(self, cell: AttentionCell, weights: str) -> Line:
-        """The fields that cells share if they see the same steps."""
+        """The fields that cells measured over the same steps share."""
         return {
             "suite": "attention",
             "fingerprint": self._digest,

@@ -1,19 +1,19 @@
-"""Sums over the steps of a dense run: what policies lose, overlap of layers, and repetition.
+"""Sums over the steps of a dense run: losses of policies, overlap between layers, and repetition.
 
-That neighbouring layers attend to the same tokens is the premise of DELTA, TidalDecode and OmniKV:
-one layer selects for others. That neighbouring steps do is the premise of SpeContext's elastic
-loading, which loads only what is new in a step's selection (section 4.3; figure 6b reports that
-over 80 % repeats between neighbouring steps). Both are measured under full attention, over three
-kinds of lists of `token_budget` tokens:
+DELTA, TidalDecode and OmniKV, in which one layer selects for others, assume that neighbouring
+layers attend to the same tokens. SpeContext's elastic loading, which loads only what is new in a
+step's selection, assumes the same of neighbouring steps (section 4.3; figure 6b reports that over
+80 % repeats between neighbouring steps). Both are measured under full attention, over three kinds
+of lists of `token_budget` tokens:
 
     pages         one list for all heads; a token's score is its largest weight over the query
                   heads, a page's the sum over its tokens (DELTA)
     head_pages    a list per KV head; the largest weight over the group, summed over the page
     head_tokens   the tokens with the largest weights per KV head (TidalDecode, SpeContext, oracle)
 
-Lists of any two layers overlap by chance, and because most layers attend to the first and to the
-newest tokens. So every curve has two references: `chance`, the overlap of two random lists of this
-size, and `newest`, the share that a list of the first and the newest entries would hold.
+Any two layers' lists overlap by chance, and because most layers attend to the first and the newest
+tokens. Every curve therefore has two references: `chance`, the overlap of two random lists of this
+size, and `newest`, the share of the list that is among the first and the newest entries.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep
 from keyhole.kernels import Selection
 
-#: Steps that a selection is compared with.
+#: Number of later steps that a selection is compared with.
 MOST_STEPS = 64
-#: A selection of every so many steps is kept: four at a time, and eight in 128 steps.
+#: Steps between selections that are kept: four are held at a time, eight in 128 steps.
 _EVERY = 16
 _KEPT = MOST_STEPS // _EVERY
 
 
 class SelectionPersistence:
-    """Share of a step's selection found in later ones, by the steps between, per text."""
+    """Share of a step's selection that later steps select again, by distance in steps, per text."""
 
     def __init__(self, samples: int, device: torch.device) -> None:
         shape = (samples, MOST_STEPS + 1)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        # Per layer bool [samples, _KEPT, H, N], and for each the step it was made in, or -1.
+        # Per layer, kept selections as bool [samples, _KEPT, H, N], and the step of each, or -1.
         self._kept: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
 
     def take(self, seen: LayerStep, tokens: Tensor) -> None:
-        """Compares what a layer selects now, bool [B, H, N], with what was kept of it."""
+        """Compares what a layer selects now, bool [B, H, N], with its kept selections."""
         rows = seen.samples
         now = (
             seen.step.lengths - seen.step.sequences.prompts
@@ -72,7 +72,7 @@ class SelectionPersistence:
         made[rows[keeps], slot[keeps]] = now[keeps]
 
     def shares(self) -> list[list[float | None]]:
-        """[texts][64]: mean over layers, lists and kept steps; None where no step is so late."""
+        """[texts][64]: mean over layers, lists and kept steps; None if no step was that far."""
         sums, counts = self._sums[:, 1:].tolist(), self._counts[:, 1:].tolist()
         return [
             [round(s / n, 4) if n else None for s, n in zip(*row, strict=True)]
@@ -80,7 +80,7 @@ class SelectionPersistence:
         ]
 
     def _room(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What is kept of a layer, with room for as many tokens as there are now."""
+        """A layer's kept selections and their steps, enlarged to the current number of tokens."""
         count = tokens.shape[2]
         kept, made = self._kept.get(layer), self._made.get(layer)
         if kept is None or made is None:
@@ -98,7 +98,8 @@ class Loss:
     """Of one policy, per text and full-attention layer in their order: [texts][layers] each.
 
     mass: share of full attention's weights on what it reads. error: of the layer's output, relative
-    to full attention's. read: tokens read per KV head, whatever query heads read them.
+    to full attention's. read: tokens read per KV head; how many of its query heads read a token
+    does not matter.
     """
 
     mass: list[list[float]]
@@ -120,7 +121,9 @@ class LossSums:
         self.repeats = SelectionPersistence(samples, device)
 
     def take(self, seen: LayerStep) -> None:
-        """Adds a layer of a step; for the first policy, also what it reads again in later steps."""
+        """Adds a layer of a step; for the first policy, also how much it selects again in later
+        steps.
+        """
         place = self._place[seen.layer]
         rows = seen.samples
         self._steps[rows, place] += 1
@@ -172,7 +175,9 @@ class Overlap:
 
 
 class _List(NamedTuple):
-    """Entries of each sequence in a layer, bool [B, H, n], and the number of valid ones, [B]."""
+    """The entries that each sequence selects in a layer, bool [B, H, n], and the number of valid
+    entries, [B].
+    """
 
     chosen: Tensor
     valid: Tensor

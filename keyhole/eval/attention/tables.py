@@ -43,8 +43,9 @@ class SummaryRow:
 
     mass, error: of the policy (METHOD) and of each control. read: tokens read by each of them.
     gain: the share of the recent control's error that the policy avoids; None without a control, or
-    if it reads more. way: how far it gets from its recent control (0) to the oracle (1); None where
-    the oracle is no better. repeats: share of a selection that the next step selects again.
+    if it reads more. way: its place between its recent control (0) and the oracle (1); None where
+    the oracle is no better than the control. repeats: share of a selection that the next step
+    selects, too.
     """
 
     line: Line

@@ -2,8 +2,8 @@
 
 The documents of a question are encoded and stored one by one, then every method answers it from the
 store. `recompute`, which computes the whole prompt as if nothing were stored, is the reference.
-`no_documents`, the question alone, is the control: a method that is no better makes no use of what
-it keeps.
+`no_documents`, the question alone, is the control: a method that is no better gains nothing from
+what it keeps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END = "done"
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentQuestion:
-    """The pieces from which `LLM.ask` builds a prompt.
+    """The parts from which `LLM.ask` builds a prompt.
 
     names: of the documents, unique over all samples, so that one store can hold many.
     """
@@ -47,7 +47,7 @@ class DocumentQuestion:
 
 
 def question_of(sample: Sample) -> DocumentQuestion:
-    """The pieces of a sample; joined, they are its prompt.
+    """The parts of a sample; joined, they are its prompt.
 
     ConfigError for a sample whose context is not documents with the same separator between them.
     """
@@ -148,11 +148,11 @@ class DocumentEvaluation:
         return task.make(length, self._grid.first_seed if seed is None else seed, self._count)
 
     def missing(self, task: Task, length: int) -> int:
-        """Number of questions at a place that are not stored under every method."""
+        """Number of questions at a place that lack an answer under some method."""
         return sum(bool(self._lacking(task, length, seed)) for seed in self._grid.seeds)
 
     def run(self) -> EvalOutcome:
-        """Asks the questions that the file lacks, and adds a line after each."""
+        """Asks the questions that the file lacks, and adds a line for each."""
         asked = EvalOutcome()
         total = len(self._grid.places) * self._grid.samples
         with (
@@ -185,7 +185,7 @@ class DocumentEvaluation:
             return
         sample = self.sample(task, length, seed)
         asked = question_of(sample)
-        # The first method finds cold caches, so they take turns at being first.
+        # The first method runs with cold caches, so the methods take turns at being first.
         turn = seed % len(missing)
         results: dict[str, Any] = {}
         added: list[str] = []
@@ -227,8 +227,8 @@ class DocumentEvaluation:
         )
 
     def _fields(self, name: str, result: Result) -> dict[str, Any]:
-        """The costs of a method's answer; a prompt that is computed keeps and recomputes
-        everything.
+        """The costs of a method's answer; if the whole prompt is computed, everything counts as
+        kept and recomputed.
         """
         stats, whole = result.stats, 0.0 if name == NO_DOCUMENTS else 1.0
         ratios = stats.sequence_ratio, stats.recompute_ratio

@@ -42,7 +42,7 @@ from keyhole.models.model import Model
 from keyhole.policies import available_policies
 from keyhole.policies.controls import Full
 
-#: Chunks of a prompt from which the growth is estimated, if the prompt is long enough.
+#: Prompt chunks from which the growth is estimated, if the prompt is long enough.
 _CHUNKS = 4
 #: Decode steps that are timed, after one untimed step.
 _STEPS = 4
@@ -50,7 +50,7 @@ _STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTime:
-    """A time in seconds: `base`, and `slope` for each token before it."""
+    """A time in seconds that grows with the context: `base`, plus `slope` per token before it."""
 
     base: float
     slope: float
@@ -65,7 +65,7 @@ class LinearTime:
         return cls(base=max(0.0, base), slope=slope)
 
     def at(self, tokens: float) -> float:
-        """Seconds with this many tokens before it."""
+        """Seconds with a context of this many tokens."""
         return self.base + self.slope * tokens
 
 
@@ -93,7 +93,7 @@ class Speed:
 
 
 def probe(model: Model, length: int, batch: int) -> Speed:
-    """Times one prompt of `length` tokens and a few steps of `batch` sequences after it, dense."""
+    """Times a dense prompt of `length` tokens and then a few dense steps of `batch` sequences."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (length,), generator=generator).tolist()
     size = EngineConfig.page_size
@@ -236,9 +236,9 @@ def duration(seconds: float) -> str:
 
 #: RULER's shortest length; each further one is twice as long.
 _SHORTEST = 4096
-#: Policies that are the recent control themselves.
+#: Policies that are themselves recency.
 _RECENCY = ("sliding_window", "streaming_llm")
-#: A task is skipped at lengths of which its texts fill less than this share.
+#: A task is skipped at a length if its texts fill less than this share of it.
 _FILLED = 0.5
 
 
@@ -249,7 +249,7 @@ class PaperGrid(EvalGrid):
     lengths_of: Mapping[Workload, tuple[int, ...]] = field(default_factory=dict)
 
     def groups(self) -> Iterator[Group]:
-        """As in any grid, without lengths that are too short or too long for a task."""
+        """The groups of `EvalGrid` without lengths that are too short or too long for a task."""
         for workload in self.workloads:
             own = dataclasses.replace(
                 self, workloads=(workload,), lengths=self.lengths_of[workload]
@@ -313,8 +313,8 @@ def _fills(workload: Workload, length: int, setup: str) -> bool:
 
 
 def gate(model: Model, file: LineFile, header: Callable[[], dict[str, Any]]) -> Line:
-    """The line of the checks, from the file or measured now and added to it; see
-    `why_not_evaluated`.
+    """The line of the checks, from the file, or measured now and added to it; `why_not_evaluated`
+    reads it.
     """
     about = header()
     known_by = {

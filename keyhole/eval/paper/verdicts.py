@@ -1,5 +1,5 @@
-"""A verdict for each policy and reuse method, from samples that its control and the reference
-answered, too.
+"""A verdict for each policy and reuse method, from samples that its control and the reference also
+answered.
 
 For every budget of a method, over the samples of all settings (task x length x setup):
 
@@ -7,7 +7,7 @@ For every budget of a method, over the samples of all settings (task x length x 
     gain   the method's mean score minus its control's, over the samples of settings that can tell:
            those where the control's mean is more than 5 points below the reference's
 
-with 95 % intervals of the paired differences. The first of these that applies is the verdict:
+each with the 95 % interval of the paired differences. The verdict is the first that applies:
 
     cannot tell         no setting can tell, or none of the following holds
     use it              the loss is at most 2 points and the gain above 0, each at the unfavourable
@@ -40,7 +40,7 @@ from keyhole.eval.paper.documents import NO_DOCUMENTS
 
 USE_IT, NO_BETTER, CANNOT_TELL, LOSES = "use it", "no better", "cannot tell", "loses"
 VERDICTS = (USE_IT, NO_BETTER, CANNOT_TELL, LOSES)
-#: Most that a method may lose to the reference, as a share of 1.
+#: The most that a method may lose to the reference; a score of 1 is 100 points.
 LOSS = 0.02
 
 Budget = TypeVar("Budget")
@@ -56,7 +56,7 @@ class Scores:
 
     @property
     def can_tell(self) -> bool:
-        """Whether the control leaves something to gain here."""
+        """Whether the control is so far below the reference that there is something to gain."""
         return _mean(self.reference) - _mean(self.control) > TELLING + ROUNDING
 
 
@@ -194,9 +194,8 @@ def _verdict(
 def _interval(scores: Sequence[float], others: Sequence[float]) -> Interval:
     """The interval of `scores` minus `others`, sample by sample.
 
-    Samples that all agree do not prove that others would. An outcome that n samples have not shown
-    may still have the probability of Wilson's upper end for 0 of n: the interval is at least this
-    wide.
+    That all n samples agree does not prove that others would: an outcome that none of them has may
+    still have the probability of Wilson's upper end for 0 of n. The interval is at least this wide.
     """
     found = gain(scores, others)
     unseen = wilson(0, found.samples)[1]

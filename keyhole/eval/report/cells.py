@@ -1,9 +1,9 @@
 """The stored lines of `keyhole eval` for its report: a `Cell` for each line, and the runs.
 
-Any field of a line may be null, not a number, or missing; it is None here, and pictures and tables
-leave it out. Of two lines that measure the same, the last one counts. A control has no cell of its
-own; it is part of the cells that are compared with it. A `Run` is all lines that one command wrote
-on one machine with the same versions.
+A field of a line that is null, missing, or not a number where one is expected is None here;
+pictures and tables leave it out. Of two lines that measure the same, the last one counts. A control
+has no cell of its own; it is part of the cells that are compared with it. A `Run` is all lines that
+one command wrote on one machine with the same versions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keyhole.eval.settings import FORCED
 from keyhole.eval.tasks import ChangedSettings, changed_settings, task_name
 
 UNNAMED = "unnamed"
-#: Settings that are the budget, which has its own column.
+#: Settings that are shown in the column of the budget.
 _BUDGETS = ("token_budget",)
 _DEPTH = "depth"
 
@@ -45,7 +45,9 @@ class EvalSetting:
 
     @property
     def needles(self) -> EvalSetting:
-        """The setting without length and depth: all its needles are in one picture."""
+        """The setting without length and depth; all settings that share it are in one needle
+        picture.
+        """
         others = tuple(pair for pair in self.settings if pair[0] != _DEPTH)
         return dataclasses.replace(self, length=0, settings=others)
 
@@ -131,7 +133,9 @@ class Cell:
 
     @property
     def tells(self) -> bool:
-        """Whether it may be ranked: not if its recent control is as good as full attention."""
+        """Whether it may be ranked, which requires a recent control that is worse than full
+        attention.
+        """
         return self.comparison is None or self.comparison.can_tell is not False
 
     def _control(self, name: str) -> float | None:
@@ -327,7 +331,7 @@ _MACHINE = {
 
 
 def runs_of(lines: Sequence[Line]) -> tuple[list[Run], list[Run]]:
-    """The runs, and the run of each line. Lines of one run may differ in the machine's load."""
+    """The runs, and the run of each line. The load of the machine may differ within a run."""
     found: dict[str, Run] = {}
     of_lines = []
     for line in lines:

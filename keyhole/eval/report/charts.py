@@ -4,9 +4,10 @@
     gains       gain of each method over its recent control, with its interval
     heat maps   attention that each layer keeps, and the depths at which a method finds the needle
 
-Full attention is the dashed line of a Pareto chart; grey marks are controls: x the newest tokens, +
-the oracle. A row of gains is pale if the recent control is within 5 points of full attention, so
-that methods cannot be told apart. In heat maps dark means much, pale none, and white not measured.
+In a Pareto chart the dashed line is full attention, and grey marks are controls: x the newest
+tokens, + the oracle. A row of gains is pale if the recent control is within 5 points of full
+attention, because methods cannot be told apart there. In heat maps dark is high, pale is zero, and
+white is not measured.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def draw_gains(
 _MOST_DEPTHS, _BINS = 11, 10
 #: With more columns than this, cells have no room for numbers.
 _MOST_NUMBERS = 20
-#: From these shares on, a cell is half dark, or dark enough for a white number.
+#: Shares from which a cell is half dark, and dark enough for a white number.
 _HALF, _DARK = 0.58, 0.78
 
 
@@ -261,8 +262,8 @@ def recall_grid(cells: Sequence[Cell]) -> Grid | None:
 def needle_grid(cells: Sequence[Cell]) -> Grid | None:
     """Mean score by depth (row, the start of the text first) and length; None without depths.
 
-    cells: one method with one budget, at one task, with its lengths and depths. A requested depth
-    is used as it is, although needles stand between sentences and so are slightly off.
+    cells: one method with one budget, at one task, with its lengths and depths. The requested depth
+    is used, although the needle, which is put between sentences, is slightly off it.
     """
     found = [
         (cell.place.length, depth if cell.place.depth is None else cell.place.depth, score)
@@ -303,7 +304,7 @@ def needle_size(grid: Grid) -> tuple[float, float]:
 def draw_heat_map(axis: Any, grid: Grid) -> None:
     """Draws a grid into an axis, with the numbers in percent if there is room.
 
-    Cells of one value are one patch, which keeps an SVG small.
+    Cells of equal value are one patch, which keeps the SVG small.
     """
     rows, columns = grid.values.shape
     places: dict[float, list[tuple[int, int]]] = {}

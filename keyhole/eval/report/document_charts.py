@@ -1,8 +1,10 @@
-"""Pictures of stored documents, layer by layer: how much blocks matter, and what a question keeps.
+"""Pictures of stored documents, layer by layer: how much each block matters, and which blocks a
+question keeps.
 
 SamKV (arXiv 2508.11661, appendix A.1) ranks the blocks of a layer by how slowly the attention that
-their representative token receives decays (alpha), and by how much it is. What a question keeps is
-drawn with the documents side by side as in the prompt, one cell per block. Needs matplotlib.
+their representative token receives decays (alpha), and by the amount of that attention. What a
+question keeps is drawn with the documents side by side as in the prompt, one cell per block. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def document_chart(
 ) -> None:
     """Writes a PNG: blocks ranked within their layer, by alpha above, by attention below.
 
-    Dark blocks matter most. Middle blocks that are outliers of alpha are framed: SamKV recomputes a
-    token of them if it keeps them. ConfigError if the file cannot be written.
+    Dark blocks matter most. Framed blocks are middle blocks that are outliers of alpha: if SamKV
+    keeps one, it recomputes a token of it. ConfigError if the file cannot be written.
     """
     colors = matplotlib()[1]
     alpha = torch.stack([layer.alpha for layer in layers])
@@ -93,13 +95,13 @@ _KEPT, _WRITTEN, _DROPPED = "#0b6e75", "#e08e4f", "#dde3e9"
 #: Inches: the width, margins, and the space for names above and shares below a line.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.0, 0.5, 0.1, 0.62, 0.38
 _ABOVE, _BELOW = 0.24, 0.2
-#: Minimum and maximum number of cells of a line, and maximum number of lines.
+#: Minimum and maximum cells per line, and maximum number of lines.
 _FEWEST, _MOST, _MOST_LINES = 24, 110, 14
-#: Between two documents, in cells.
+#: Gap between two documents, in cells.
 _GAP = 0.7
-#: The least that is filled of a cell: one token of 64 would be invisible.
+#: Smallest filled share of a cell: one token of 64 would be invisible.
 _LEAST_FILL = 0.22
-#: Letters per line, their size in points, and the shortest meaningful label.
+#: Letters per line, font size in points, and fewest letters of a useful label.
 _LETTERS, _LETTER_SIZE, _FEWEST_LETTERS = 130, 7, 6
 
 
@@ -204,7 +206,7 @@ class _Piece:
 
 
 def _lines(sizes: Sequence[int]) -> tuple[list[list[_Piece]], float]:
-    """Lays out documents of these sizes (in blocks) like words of a text; returns the lines, and
+    """Lays out documents of these sizes (in blocks) like words on a page; returns the lines, and
     the cells per line.
 
     A document that is longer than a line continues in the next one.
@@ -265,7 +267,7 @@ def _fills(recomputed: np.ndarray, piece: _Piece) -> Iterator[tuple[float, float
 
 def _names(names: Sequence[str], lines: Sequence[Sequence[_Piece]], room: float) -> list[str]:
     """The label above each document: as much of its name as fits, or its position in the prompt
-    (from 1) if that would be meaningless.
+    (from 1) if too little would fit.
     """
     first = {piece.document: piece for line in reversed(lines) for piece in reversed(line)}
     # A folder that all names share is left out, as in handbook/a.md and handbook/b.md.
@@ -287,7 +289,7 @@ def _names(names: Sequence[str], lines: Sequence[Sequence[_Piece]], room: float)
 
 
 def _name(axis: Any, name: str, piece: _Piece, room: float, taken: float) -> float:
-    """Writes the label above a document's cells, if its place is free.
+    """Writes the label above a document's cells, unless the previous label is in the way.
 
     taken: end of the previous label of the line, in letters; returns the new one.
     """

@@ -1,4 +1,4 @@
-"""One HTML file about an evaluation: tables, pictures, and the origin of every number.
+"""The report of an evaluation as one HTML file: tables, pictures, and the origin of every number.
 
     python -m keyhole.eval.report.page RESULTS.jsonl REPORT.html
 
@@ -50,7 +50,7 @@ from keyhole.eval.settings import TERMS
 
 #: Width in inches above which a picture has its own row.
 _WIDE = 5.3
-#: Inches of the pictures whose size does not depend on what they show.
+#: Sizes in inches of the pictures whose size does not depend on their content.
 _PARETO, _MAP = (3.7, 2.7), (2.9, 1.75)
 
 
@@ -301,7 +301,7 @@ def render(lines: Sequence[Line], first: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPart:
-    """Results at the same terms; parts are never mixed.
+    """Results under the same terms; the report never mixes terms.
 
     gains: the overview of gains, None without controls.
     """

@@ -21,8 +21,8 @@ from typing import Any
 
 from keyhole.drawing import FAINT, INK, PALE, POLICY_COLORS, SPARE_COLORS, STYLE
 
-#: Fill of heat maps, and numbers in full and in half-full cells. They differ slightly from other
-#: colours, so that a page can change each separately.
+#: Fill of heat maps, and numbers in dark and in half-dark cells. They differ slightly from other
+#: colours, so that the page can change each separately.
 FILL, PAPER, HALF = "#0b6e76", "#ffffff", "#22303d"
 #: Shown where there is no number.
 NOTHING = "–"
@@ -32,7 +32,7 @@ _LEAST_SHOWN = 0.1
 
 @dataclass(frozen=True)
 class MethodStyle:
-    """The style of a method. color: in pictures. mark: of matplotlib, glyph: the same as a
+    """The style of a method. color: in pictures. mark: a marker of matplotlib; glyph: the same as a
     character.
     """
 
@@ -60,8 +60,8 @@ _POLICIES = {
     for (name, color), mark in zip(POLICY_COLORS.items(), _MARKS, strict=True)
 }
 
-#: Colours that a page may change: hexadecimal in pictures -> name, by day, by night. By day they
-#: stand on white with a contrast of at least 3, by night on #14191f.
+#: Colours that a page may change: hexadecimal in pictures -> name, by day, by night. The contrast
+#: is at least 3, by day on white and by night on #14191f.
 THEME: dict[str, tuple[str, str, str]] = {
     INK: ("ink", "#1d2933", "#e3e9ee"),
     FAINT: ("faint", "#64727f", "#93a1ad"),
@@ -126,7 +126,7 @@ def inline_svg(
     """The figure as an `<svg>` element.
 
     identity: prefix of all ids, different for each picture of a page. label: a description for
-    people who do not see the picture. titles: by the gid of a matplotlib artist, the tooltip of it.
+    people who do not see the picture. titles: tooltips by the gid of a matplotlib artist.
     image_color: a colour of `THEME` for images, of which only the opacity is kept.
     """
     buffer = io.StringIO()

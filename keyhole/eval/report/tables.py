@@ -19,7 +19,7 @@ from keyhole.eval.report.plot_style import NOTHING, MethodStyle, Styles, size_sc
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of numbers. best: `max`, `min`, or None where neither end is better.
+    """A column of numbers. best: `max`, `min`, or None where neither is better.
 
     text: how a number is written. is_size: bytes, which get one unit for the whole column.
     """
@@ -191,8 +191,8 @@ def _of(cell: Cell, column: Column) -> float | None:
 def _values(
     numbers: Sequence[float | None], column: Column, cells: Sequence[Cell | None] = ()
 ) -> list[Value]:
-    """The values of a column; the best is marked, unless more than half of them round to the
-    same.
+    """The values of a column; the best is marked, unless more than half of them round to the same
+    number.
     """
     texts = [NOTHING if value is None else column.text(value) for value in numbers]
     tell = [cell is None or cell.tells for cell in cells or [None] * len(texts)]

@@ -52,7 +52,7 @@ _OTHERS = (KEY_VALUE, PASSKEY, *DERIVATIONS, *MULTI_DOCUMENT)
 _TINY = (*TINY_ITEMS, *TINY_NEEDLES, *TINY_DOCUMENTS)
 
 RULER: tuple[str, ...] = tuple(task.name for task in _RULER)
-"""The thirteen whose mean is RULER's score."""
+"""The thirteen tasks whose mean score is RULER's score."""
 
 TINY_FORMS: dict[str, str] = {
     "niah_single_1": "tiny_passkey",
@@ -75,13 +75,13 @@ TINY_FORMS: dict[str, str] = {
     "multi_document_1": "tiny_documents_one",
     "multi_document_2": "tiny_documents_two_hop",
 }
-"""A task in plain English -> the form of it that the bundled model can read.
+"""A task in plain English -> its form in the vocabulary of the bundled model.
 
 Tasks that differ only in the kind of words (numbers, UUIDs) have the same form: RULER's thirteen
-have nine, so a mean over thirteen would count some twice. `tiny_multivalue` asks for four
-attributes of one entity instead of four values of one key, and `tiny_vartrack` for a chain from its
-name to its value instead of the reverse. `tiny_count` is the form of no task, because the bundled
-model cannot count.
+tasks have nine forms, so a mean over thirteen would count some twice. `tiny_multivalue` asks for
+four attributes of one entity instead of four values of one key, and `tiny_vartrack` for a chain
+from its name to its value instead of the reverse. No task has the form `tiny_count`, because the
+bundled model cannot count.
 """
 
 

@@ -111,9 +111,7 @@ _FREQUENT_TOKENS = 50
 _DOTS = "..."
 _ZETA_2 = math.pi**2 / 6
 _LEAST = 60
-"""Number of words from which the counts of the three answers differ from each other and from the
-next.
-"""
+"""Fewest words for which the three answers and the next word all occur differently often."""
 _FREQUENT_INSTRUCTION = (
     "The text below is in code. Watch how often each word of it appears and find the three most "
     "frequent ones. "

@@ -93,7 +93,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, generated: str) -> float:
-        """How right the generated text is, from 0 to 1."""
+        """The score of the generated text, from 0 (wrong) to 1 (right)."""
 
     def random(self, length: int, seed: int, what: str = "") -> Random:
         """The random numbers of a sample, independent of settings such as a depth.
@@ -117,9 +117,10 @@ def require_depth(depth: object) -> None:
 
 
 _CLOSE = 128
-"""A text within one part in this many of the limit is not extended: another try costs more."""
+"""A text that lacks less than 1/64 of the limit is not extended, because another try costs more."""
 _FREE_TRIES, _TRIES = 6, 24
-"""Guesses by proportion before bisecting, for texts that grow unevenly; and all tries."""
+"""Number of tries by proportion before bisecting, for texts that grow unevenly; and of all tries.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

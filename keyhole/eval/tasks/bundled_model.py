@@ -89,22 +89,22 @@ TINY_DOCUMENTS = tuple(TinyDocuments(name=f"tiny_documents_{kind}", kind=kind) f
 
 _LEAST_ITEM_WORDS = 96
 _MOST_WORDS = {"walk": 2012, "derive": 7673}
-"""Beyond these, names run out: 300 rules of a walk, 319 steps of a computation."""
+"""Above these lengths names run out: 300 rules of a walk, 319 steps of a computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyItem(TinyTask):
     """A task of the bundled model.
 
-    The bundled model's own tasks: items of its world of 928 words, under the names that they have
+    The bundled model's own tasks, in its vocabulary of 928 words, under the names that they have
     there.
 
     `keyhole.eval.tiny_language.tasks` makes the items and defines what each asks. An answer counts
     if it is right to the last word, as in the table of the model's card; a quarter more tokens than
     the right answer may be generated, so that superfluous text shows.
 
-    `count` allows no conclusions: with full attention the model itself is right in a quarter of the
-    cases.
+    `count` allows no conclusions, because with full attention the model is right in only a quarter
+    of the cases.
     """
 
     item: str

@@ -56,8 +56,8 @@ class QuestionAnswering(Task):
     are made up (`articles.py`), unless `data` names the user's own file of one of the two. 32 new
     tokens, scored by string_match_part.
 
-    Differences: templates are reworded. With a file, question number `seed` is asked (counted
-    round), and documents are not repeated once all are there.
+    Differences: templates are reworded. With a file, sample `seed` asks question `seed` modulo
+    their number, and no document appears twice.
     """
 
     hops: int
@@ -126,7 +126,7 @@ QA = (QuestionAnswering(name="qa_1", hops=1), QuestionAnswering(name="qa_2", hop
 
 
 _LONG_BENCH_TOKENS = 32
-"""As LongBench allows for its multi-document questions."""
+"""LongBench's limit for its multi-document questions."""
 _DOCUMENTS = "Read these documents; a question about them follows.\n\n"
 
 
@@ -187,7 +187,7 @@ class MultiDocument(Task):
 
 
 class _Draft:
-    """An article that prose can be added to, its facts staying at their places in it."""
+    """An article that can be padded with prose; its facts keep their relative positions."""
 
     def __init__(self, article: Article, rng: Random) -> None:
         self._title = article.title

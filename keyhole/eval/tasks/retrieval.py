@@ -32,13 +32,13 @@ from keyhole.eval.tasks.materials import (
 
 _NEEDLE_TOKENS = 128
 _GRID = 40
-"""In prose, RULER draws places from so many between the start and the end."""
+"""In prose, RULER draws each needle's position from this many, evenly spread."""
 _DRAW = {"words": key, "numbers": number, "uuids": identifier}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Niah(Task):
-    """Find the values of one key or more.
+    """Find the values of one or more keys.
 
     RULER's needles in a haystack: eight tasks that differ in haystack, keys, values and questions.
 
@@ -48,19 +48,19 @@ class Niah(Task):
     appendix B; settings as in its `synthetic.yaml`, 128 new tokens, scored by string_match_all.
 
     Differences: templates and noise are reworded and the essays are made up, so scores compare with
-    each other and not with published ones. Keys and values never repeat within a sample. A sample
-    is filled as far as it goes; RULER fills the first one and gives its size to all.
+    each other and not with published ones. Keys and values never repeat within a sample. Each
+    sample is filled separately; RULER fills the first one and uses its size for all.
     """
 
     haystack: str = "prose"
     keys: str = "words"
     values: str = "numbers"
     num_keys: int = 1
-    """Needles' keys, besides those in a haystack of needles."""
+    """Number of keys in needles, not counting the needles of the haystack."""
     num_values: int = 1
-    """Values of each key, in a needle each."""
+    """Values per key, each in a needle of its own."""
     num_queries: int = 1
-    """Keys that are asked for."""
+    """Number of keys in the question."""
     depth: float | None = setting(None, "where the needle stands, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:

@@ -138,8 +138,8 @@ class Derivation(Task):
 
     `walk` refers to the prompt: each step is a rule that is somewhere in it. `derive` also refers
     to generated text: each step needs the result of an earlier one, which is stated nowhere else,
-    so that losing generated tokens is as fatal as losing the prompt. The rules come from the
-    bundled model's generators; an instruction and a solved example are added.
+    so that losing generated tokens is as fatal as losing the prompt. The bundled model's generators
+    make the rules; an instruction and a solved example are added.
 
     These are not public benchmarks: reasoning benchmarks with long generations (AIME, MATH) need
     data and models that know mathematics, and say less about which token was missing.

@@ -6,14 +6,14 @@
 
 Documents of the first two kinds can be encoded separately: stored documents are as good as new
 ones, and only the selection matters. In the third kind, a document that is encoded alone lacks what
-it refers to, and no later question can repair that: the referring words must be recomputed while
-the words that they refer to are visible. Tables should keep the kinds apart.
+it refers to, and selecting the right blocks cannot repair that: the referring words must be
+recomputed while the words that they refer to are visible. Tables should keep the kinds apart.
 
 They should also keep apart where the needed sentences are: at the `ends` of their documents, which
 SamKV always keeps and recomputes; in the `middle`, where they have to be found; or `anywhere`.
 
-A word is a token, and facts are scattered: no part of a document has its own topic, as parts of
-real texts do.
+A word is a token, and facts are scattered: unlike in real texts, parts of a document have no topics
+of their own.
 """
 
 from __future__ import annotations

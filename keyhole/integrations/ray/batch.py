@@ -2,10 +2,10 @@
 
     python -m keyhole.integrations.ray.batch s3://b/in.jsonl s3://b/out model=PLACE num_replicas=4
 
-The input is as for `keyhole batch`, at any URL that fsspec supports. The output is a folder with a
-file of answers for each part of the input. One actor computes a part and writes it atomically, so
-a part that is computed again, because an actor or the job failed, replaces the first. Repeating the
-command computes only the missing parts.
+The input has the format of `keyhole batch`, at any URL that fsspec supports. The output is a folder
+with a file of answers for each part of the input. One actor computes a part and writes it
+atomically, so a part that is computed again, because an actor or the job failed, replaces the
+first. Repeating the command computes only the missing parts.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MOST_BLOCKS = 1000
 class BatchPart:
     """Bytes of the input from start to stop. first: the number of the first line.
 
-    lines: how many are not blank. repeated: by line number, the error code and message of lines
-    whose custom_id an earlier line has.
+    lines: number of lines that are not blank. repeated: by line number, the error code and message
+    of lines whose custom_id an earlier line has.
     """
 
     index: int

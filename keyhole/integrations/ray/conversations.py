@@ -23,7 +23,7 @@ class Conversations:
             self._kept.popitem(last=False)
 
     def get(self, name: str) -> _Kept | None:
-        """None for an unknown response."""
+        """The conversation, or None for an unknown response."""
         return self._kept.get(name)
 
 

@@ -44,7 +44,7 @@ class Forwarder:
     """An ASGI application. max_body: the most bytes of a body that replicas accept."""
 
     def __init__(self, replicas: DeploymentHandle[Any], max_body: int) -> None:
-        # By gRPC: Ray's own calls make every piece an object, which costs more.
+        # gRPC is faster: Ray's own calls store every piece as an object.
         self._replicas = replicas.options(
             stream=True,
             method_name="answer",
@@ -64,7 +64,9 @@ class Forwarder:
                 await self._forward(scope, body, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body; None if the client has disconnected. The replica refuses one that is cut."""
+        """The body; None if the client has disconnected. Stops reading beyond the limit; the
+        replica then refuses the body.
+        """
         found = bytearray()
         while len(found) <= self._max_body:
             message = await receive()

@@ -53,7 +53,7 @@ def make_llm(settings: RaySettings) -> LLM:
 
 
 def tell_driver(error: KeyholeError) -> None:
-    """Stores for `reason` why a replica cannot start, which Serve's message does not say."""
+    """Stores why a replica cannot start, for `reason`; Serve's own message does not say it."""
     internal_kv._internal_kv_put(_REASON, str(error).encode())
 
 
@@ -91,7 +91,7 @@ class Replica:
     ) -> AsyncGenerator[list[AsgiMessage], None]:
         """Yields the application's messages for one request, in lists of those that are ready.
 
-        key: only for the router. When the caller leaves, the request is freed within a step.
+        key: only for the router. When the caller disconnects, the request is aborted within a step.
         """
         if scope["path"] == _RESPONSES:
             await self._recall(body)
@@ -120,7 +120,7 @@ class Replica:
         async def receive() -> AsgiMessage:
             if parts:
                 return parts.pop()
-            await asyncio.Event().wait()  # a client that leaves cancels this task
+            await asyncio.Event().wait()  # a disconnecting client cancels this task
             raise AssertionError("the event is never set")
 
         async def send(message: AsgiMessage) -> None:

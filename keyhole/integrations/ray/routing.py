@@ -16,7 +16,7 @@ _CHARACTERS = 256
 _TOKENS = 64
 #: Prefix of keys whose requests must reach the same replica, even if it is overloaded.
 STRICT = "!"
-#: Only the replica that encodes a document knows of it until it is stored.
+#: Until a document is stored, only the replica that encodes it knows it.
 DOCUMENTS_KEY = f"{STRICT}documents"
 
 

@@ -7,15 +7,15 @@
 vLLM calls `start.register` in each of its processes, by the entry point in the group
 `vllm.general_plugins`. Nothing changes until an engine asks for a policy.
 
-    settings   what the user asked for, from `additional_config` or the environment
-    page_policy  a policy as vLLM can run it: its selections are whole pages
-    start      refuses, when an engine is configured, what cannot work; picks the attention backend
-    step_rows  the decode tokens of a step as rows, from vLLM's metadata
-    tables     the page tables and lengths that make vLLM read a selection alone
-    adapter    a policy's hooks, called for the layers of a step
-    backend    metadata builder and attention of a layer, over those of vLLM
-    cpu, cuda  the backends that they extend
-    counters   what was read: shared with the process that reports it
-    metrics    the counters in vLLM's metrics and in its log
-    documents  stored documents in prompts, by a KV connector
+    settings     the plugin's settings, from `additional_config` or the environment
+    page_policy  policies in a form that vLLM can run: they select whole pages
+    start        checks an engine's configuration before it starts, chooses the attention backend
+    step_rows    the decode tokens of a step as rows, from vLLM's metadata
+    tables       page tables and lengths with which vLLM reads only the selected pages
+    adapter      calls a policy's hooks for the layers of a step
+    backend      metadata builder and attention of a layer, around vLLM's own
+    cpu, cuda    the same for vLLM's CPU and CUDA backends
+    counters     counts what was read, and shares it with the process that reports it
+    metrics      the counters in vLLM's metrics and in its log
+    documents    stored documents in prompts, by a KV connector
 """

@@ -1,8 +1,8 @@
-"""A policy's hooks, called for the layers of a step that vLLM runs.
+"""Calls a policy's hooks for the layers of a step that vLLM runs.
 
-The adapter holds what a policy does not: the side data of each page, indexed by vLLM's physical
-block, so that cached prefixes and reordered requests keep it. What a step reads is decided by the
-classes of `keyhole.policies` alone.
+Policies have no state, so the adapter holds the side data of each page. It is indexed by vLLM's
+physical block, so cached prefixes and reordered requests keep it. Only the classes of
+`keyhole.policies` decide what a step reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Reduce = Callable[[Tensor, str], None]
 
 @dataclass
 class Shared:
-    """What the layers of one step share, across KV cache groups: page numbers are logical."""
+    """What the layers of one step share, even across KV cache groups, because page numbers are
+    logical.
+    """
 
     selection: Selection | None = None
     tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class LayerInput:
 class Adapter:
     """One model's policy on one rank.
 
-    policy: from `page_policy`. reduce: None where there is one rank, or where each selects alone.
+    policy: from `page_policy`. reduce: None with a single rank, or if each rank selects on its own.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Adapter:
         return scores or any(self._shapes)
 
     def written(self, layer: int, keys: Tensor, rows: StepRows) -> None:
-        """Brings the side data of the pages that the step wrote up to date."""
+        """Updates the side data of the pages that the step wrote."""
         shapes = self._shapes[layer]
         self._keys[layer] = keys
         if not shapes:
@@ -94,7 +96,7 @@ class Adapter:
     def select(
         self, layer: int, rows: StepRows, shared: Shared, given: LayerInput
     ) -> Tables | None:
-        """What the rows read in this layer, a layer with full attention; None is everything."""
+        """What the rows read in this full-attention layer; None: everything."""
         step = rows.begin(self._keys, self._data)
         step.shared_selection = shared.selection
         requests = self.policy.needs_scores(layer, step)
@@ -109,7 +111,7 @@ class Adapter:
         return tables
 
     def _tables(self, chosen: Selection, step: Step, shared: Shared, layer: int) -> Tables:
-        """The tables of a selection, made once where layers share it and the page table."""
+        """The tables of a selection, shared by layers with the same selection and page table."""
         key = id(chosen), id(step)
         if chosen is not shared.selection:
             return tables_of(chosen, step, self.geometry.layers[layer].num_kv_heads)

@@ -1,8 +1,9 @@
-"""What our attention backends add to those of vLLM: a metadata builder and a layer's attention.
+"""The parts of our attention backends that vLLM's do not have: a metadata builder and a layer's
+attention.
 
-The builder describes each step's decode tokens (`step_rows`); the layer lets the policy select, and
-then calls vLLM's own attention over page tables that list the selected pages alone. Prompt tokens,
-layers with a sliding window, draft models, and engines without a policy take vLLM's path.
+The builder describes each step's decode tokens (`step_rows`). The layer lets the policy select, and
+then calls vLLM's own attention with page tables that list only the selected pages. Prompt tokens,
+layers with a sliding window, draft models, and engines without a policy use vLLM's own code.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from keyhole.integrations.vllm.settings import PluginSettings, read_settings
 from keyhole.integrations.vllm.step_rows import Requests, StepRows, step_rows
 from keyhole.integrations.vllm.tables import Tables
 
-logger = init_logger("vllm.keyhole")  # under vLLM's own logger, which has a handler
+logger = init_logger("vllm.keyhole")  # a child of vLLM's logger, which has a handler
 
-#: Where a step's forward context has the rows of requests that read some pages only.
+#: Key in a step's forward context for the rows of requests that read only some pages.
 KEPT_ROWS = "keyhole_kept_rows"
 
 _REDUCE = {"max": ReduceOp.MAX, "sum": ReduceOp.SUM}
@@ -51,7 +52,7 @@ def settings_of(config: VllmConfig) -> PluginSettings | None:
 class SparseBuilder:
     """Adds `keyhole`, the step's rows, to the metadata that vLLM's builder makes.
 
-    Comes before a builder of vLLM in the bases of a class.
+    A mixin: put it before a builder of vLLM in the bases of a class.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SparseBuilder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """As vLLM's; `keyhole` is None in a warm-up, and for an engine without a policy."""
+        """Adds to vLLM's metadata; `keyhole` is None in a warm-up, and without a policy."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         metadata.keyhole, metadata.keyhole_builder = None, self
         if self._asked is not None and not fast_build:
@@ -82,11 +83,11 @@ class SparseBuilder:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the kernels."""
+        """Tokens per page of the kernels."""
         return self._block_size
 
     def decode_metadata(self, metadata: Any, rows: StepRows, tables: Tables, heads: int) -> Any:
-        """The metadata of the rows alone, over `tables`. heads: query heads of each list."""
+        """The metadata of only the rows, over `tables`. heads: query heads of each list."""
         count = len(tables.lengths)
         part = copy.copy(metadata)
         part.num_actual_tokens = count
@@ -101,7 +102,7 @@ class SparseBuilder:
         return part
 
     def prompt_metadata(self, metadata: Any, rows: StepRows) -> Any:
-        """The metadata of the requests that read their prompt."""
+        """The metadata of the requests that are still computing their prompt."""
         part = copy.copy(metadata)
         part.num_actual_tokens = metadata.num_actual_tokens - rows.num_rows
         part.query_start_loc = metadata.query_start_loc[rows.num_requests :] - rows.num_rows
@@ -111,12 +112,12 @@ class SparseBuilder:
         return part
 
     def schedule(self, metadata: Any, heads: int, one_head_pages: bool) -> None:
-        """Renews what the backend computed from lengths and heads. heads 0: those of the layers."""
+        """Recomputes what depends on lengths and heads. heads 0: the number of the layers."""
         raise AssertionError(f"{type(self).__name__} must define schedule")
 
 
 def requests_of(common: CommonAttentionMetadata) -> Requests | None:
-    """A step as vLLM describes it; None for a warm-up."""
+    """The requests of a step, from vLLM's metadata; None for a warm-up."""
     if common.is_prefilling is None or common.seq_lens_cpu_upper_bound is None:
         return None
     if common.causal is not True:
@@ -133,7 +134,7 @@ def requests_of(common: CommonAttentionMetadata) -> Requests | None:
 def of_documents(layer: Any, query: Tensor, metadata: Any) -> Any:
     """A layer's metadata without the pages that SamKV dropped; the same if it dropped none.
 
-    Notes the queries where a reuse method asked for them.
+    Records the queries if a reuse method needs them.
     """
     kept = get_forward_context().additional_kwargs.get(KEPT_ROWS)
     note = getattr(metadata, "keyhole_note", None)
@@ -146,9 +147,9 @@ def of_documents(layer: Any, query: Tensor, metadata: Any) -> Any:
 
 
 class SparseAttention:
-    """A layer's attention: over what the policy selects for the rows, else vLLM's.
+    """A layer's attention: over the policy's selection for decode rows, vLLM's own for the others.
 
-    Comes before an attention of vLLM in the bases of a class.
+    A mixin: put it before an attention class of vLLM in the bases of a class.
     """
 
     adapter: Adapter | None = None
@@ -166,7 +167,7 @@ class SparseAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM's: query [T, Hq, D], kv_cache [P, Hkv, page_size, 2 D]; writes into output."""
+        """Like vLLM's: query [T, Hq, D], kv_cache [P, Hkv, page_size, 2 D]; writes into output."""
         attn_metadata = of_documents(layer, query, attn_metadata)
         rows = getattr(attn_metadata, "keyhole", None)
         adapter, number = self.adapter, self.layer_number
@@ -242,7 +243,7 @@ class SparseAttention:
 
 
 def attach(config: VllmConfig, asked: PluginSettings, device: torch.device, page_size: int) -> None:
-    """Gives the layers of the model their adapter, once per model and rank."""
+    """Attaches an adapter to the layers of the model, once per model and rank."""
     layers = model_layers(config)
     if any(layer.impl.adapter is not None for layer in layers.values()):
         return
@@ -313,7 +314,7 @@ def geometry_of(config: VllmConfig, layers: Mapping[int, Attention], page_size: 
 
 
 def _calibration(config: VllmConfig) -> Path | None:
-    """The file of `keyhole calibrate` beside the weights, if there is one."""
+    """The file of `keyhole calibrate` next to the weights, if there is one."""
     path = Path(config.model_config.model) / "keyhole-delta.json"
     return path if path.is_file() else None
 

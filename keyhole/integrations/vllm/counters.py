@@ -1,8 +1,9 @@
-"""What decode steps read, counted where the model runs and read where vLLM reports it.
+"""Counters of what decode steps read, shared between the process that runs the model and vLLM's
+frontend, which reports them.
 
-The numbers lie in a file that both processes map: a worker adds to them, the frontend reads them.
-On a GPU they are added up on the device, and copied when an earlier copy has arrived: a step never
-waits for them.
+Both processes map one file: a worker writes the numbers, the frontend reads them. On a GPU they are
+summed on the device, and copied only after the previous copy has finished, so a step never waits
+for them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ReadCounts:
 class ReadCounters:
     """The counters of one rank.
 
-    path: the file that another process reads; None: they stay here.
+    path: the file that another process reads; None: only this process can read them.
     """
 
     def __init__(self, path: Path | None, device: torch.device, sparse_layers: int) -> None:
@@ -59,7 +60,7 @@ class ReadCounters:
         self._arrived: torch.cuda.Event | None = None
 
     def count(self, step: Step, tables: Tables | None) -> None:
-        """Adds what a layer reads; tables: None for everything."""
+        """Adds what a layer reads; tables None: everything."""
         there = step.lengths.sum()
         self._sums[1] += there
         if tables is None:
@@ -86,7 +87,7 @@ class ReadCounters:
 
 
 def read_counters(path: Path) -> ReadCounts | None:
-    """The counters in a file; None where no worker has made it."""
+    """The counters in a file; None if no worker has created it yet."""
     return _counts(_mapped(path)) if path.exists() else None
 
 

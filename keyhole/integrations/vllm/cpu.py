@@ -19,12 +19,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from keyhole.integrations.vllm.backend import SparseAttention, SparseBuilder
 
-#: Instruction sets whose kernels lay pages out as above; AMX and others interleave them.
+#: Instruction sets whose kernels use the layout above; AMX and others interleave keys and values.
 _KNOWN = ("vec", "vec16")
 
 
 class KeyholeCPUBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """vLLM's builder, whose schedule depends on lengths and heads."""
+    """vLLM's builder; its schedule depends on lengths and heads."""
 
     def schedule(self, metadata: Any, heads: int, one_head_pages: bool) -> None:
         """Computes the schedule of this part of the step."""
@@ -56,13 +56,13 @@ class KeyholeCPUAttention(SparseAttention, CPUAttentionBackendImpl):
         return keys, halves[:, :, 1].view(P, Hkv, size, width // 2)
 
     def knows_layout(self, layer: Any, page_size: int) -> bool:
-        """Whether `pages` is how this machine's kernels store keys."""
+        """Whether the kernels of this machine store keys as `pages` expects."""
         kind = _get_attn_isa(layer.dtype, page_size, layer.head_size, layer.kv_cache_dtype)
         return kind in _KNOWN
 
 
 class KeyholeCPUBackend(CPUAttentionBackend):
-    """Registered in the place of vLLM's CPU backend, which it is without a policy."""
+    """Replaces vLLM's CPU backend; without a policy it behaves like it."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

@@ -1,9 +1,9 @@
 """vLLM's FlashAttention and Triton backends under a policy.
 
 Their pages hold keys and values of a token side by side, `[page_size, 2 D]` per head. Lists per KV
-head need pages whose heads are apart in memory, which is one of vLLM's layouts (LBHNC). A full CUDA
-graph would replay one step's selection for all later ones, so the builders say that they have none;
-vLLM then captures the pieces between attention layers.
+head need pages in which each head is contiguous, which is one of vLLM's layouts (LBHNC). A full
+CUDA graph would replay one step's selection in all later ones, so the builders report that they do
+not support full graphs; vLLM then captures the pieces between attention layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _TokenRows(SparseAttention):
         return keys, values
 
     def knows_layout(self, layer: Any, page_size: int) -> bool:
-        """Always: the layout is the same on every GPU; quantised caches are refused at start."""
+        """True: the layout is the same on every GPU; quantised caches are refused at start."""
         return True
 
 
@@ -44,7 +44,7 @@ class KeyholeFlashBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
     """vLLM's builder without full CUDA graphs."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    # Another group's block table needs another step.
+    # Each KV cache group needs its own step, because its block table differs.
     supports_update_block_table = False
 
     @classmethod
@@ -53,7 +53,7 @@ class KeyholeFlashBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
         return cls._cudagraph_support
 
     def schedule(self, metadata: Any, heads: int, one_head_pages: bool) -> None:
-        """Leaves the schedule to the kernel: the one made ahead is for other lengths."""
+        """Removes the schedule, which was made for other lengths; the kernel makes its own."""
         metadata.scheduler_metadata = None
         metadata.max_num_splits = 0
 
@@ -81,7 +81,7 @@ class KeyholeTritonAttention(_TokenRows, TritonAttentionImpl):
 
 
 class _HeadMajor:
-    """Comes before a backend of vLLM: the name it is registered by, and its layout."""
+    """A mixin for a backend of vLLM: the name under which it is registered, and its layout."""
 
     @staticmethod
     def get_name() -> str:
@@ -90,12 +90,12 @@ class _HeadMajor:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The one in which a head's page is contiguous."""
+        """The layout in which a head's page is contiguous."""
         return (KVCacheLayout.LBHNC,)
 
 
 class KeyholeFlashBackend(_HeadMajor, FlashAttentionBackend):
-    """Registered as CUSTOM where a policy is configured."""
+    """Registered as CUSTOM if a policy is configured."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:

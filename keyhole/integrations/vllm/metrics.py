@@ -1,7 +1,7 @@
 """The counters in vLLM's metrics (`/metrics`) and in its log.
 
-vLLM's frontend asks each engine's logger once per step and every few seconds for its line; ours
-reads the file that the worker writes to (`counters`).
+vLLM's frontend calls each engine's logger once per step, and every few seconds for a log line; ours
+reads the file that the worker writes (`counters`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from keyhole.integrations.vllm.counters import read_counters
 
 logger = init_logger("vllm.keyhole")
 
-#: The folder of the counters' files. The frontend makes it, its engine and worker processes inherit
-#: the variable.
+#: Environment variable for the folder of the counters' files. The frontend creates the folder; its
+#: engine and worker processes inherit the variable.
 _FOLDER = "KEYHOLE_VLLM_COUNTERS"
 
 
 def share_counters() -> None:
-    """Makes the folder through which a new engine's workers report, until this process ends."""
+    """Creates the folder through which a new engine's workers report; it is removed when this
+    process ends.
+    """
     if multiprocessing.parent_process() is not None and _FOLDER in os.environ:
-        return  # one of several API servers: the folder is their parent's
+        return  # one of several API servers: their parent made the folder
     folder = tempfile.mkdtemp(prefix="keyhole-vllm-")
     os.environ[_FOLDER] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -40,7 +42,7 @@ def share_counters() -> None:
 def counters_path(config: VllmConfig, engine: int | None = None) -> Path | None:
     """The file of an engine's counters; engine: its number, None for that of this process.
 
-    None where no frontend of this machine made a folder.
+    None if no frontend of this machine created a folder.
     """
     folder = os.environ.get(_FOLDER)
     if folder is None or not Path(folder).is_dir():
@@ -50,7 +52,7 @@ def counters_path(config: VllmConfig, engine: int | None = None) -> Path | None:
 
 
 class KeyholeStatLogger(StatLoggerBase):
-    """Gauges beside vLLM's own, and a line in its log."""
+    """Gauges in addition to vLLM's own, and a line in its log."""
 
     _gauges: dict[str, Gauge] | None = None
 
@@ -61,7 +63,7 @@ class KeyholeStatLogger(StatLoggerBase):
         self._logged_rows = 0.0
 
     def record(self, *_: Any, **__: Any) -> None:
-        """Brings the gauges up to date."""
+        """Updates the gauges."""
         counts = None if self._path is None else read_counters(self._path)
         if counts is None or self._gauges is None:
             return
@@ -85,11 +87,13 @@ class KeyholeStatLogger(StatLoggerBase):
         )
 
     def log_engine_initialized(self) -> None:
-        """The workers have said which layers are sparse."""
+        """Does nothing: the workers log which layers are sparse."""
 
 
 def _make_gauges() -> dict[str, Gauge]:
-    """Names without "vllm": it drops all others with it from the registry when an engine starts."""
+    """Makes the gauges. Their names do not contain "vllm", because vLLM removes such metrics from
+    the registry when an engine starts.
+    """
     meaning = {
         "attended_fraction": "share of the keys that decode steps read, over all layers",
         "keys_read": "keys read by decode steps, summed over tokens and full-attention layers",

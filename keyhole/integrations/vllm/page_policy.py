@@ -1,8 +1,8 @@
-"""A policy as vLLM can run it: whole pages are selected, and nothing is kept per sequence.
+"""Policies in a form that vLLM can run: they select whole pages and keep no state per sequence.
 
-vLLM's attention reads through page tables, so a selection must be a list of pages. Policies that
-select tokens select pages here by seeing pages as their tokens: budgets and windows are counted in
-pages, lengths too, and the score of a page is the sum over its tokens.
+vLLM's attention reads through page tables, so a selection must be a list of pages. A policy that
+selects tokens selects pages here, by treating each page as one token: budgets, windows and lengths
+are counted in pages, and the score of a page is the sum over its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keyhole.policies.base import Policy, ScoreRequest, Selection, Step, whole_e
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The settings in tokens of the policies that select tokens.
+#: Settings, counted in tokens, of the policies that select tokens.
 _TOKEN_SETTINGS = {
     "sliding_window": ("token_budget",),
     "streaming_llm": ("token_budget", "sink_size"),
@@ -43,13 +43,14 @@ class ByPages(Policy):
         object.__setattr__(self, "name", self.inner.name)
 
     def __getattr__(self, name: str) -> Any:
-        # Settings that the engine looks for, such as token_budget. A copy has no `inner` yet.
+        # Settings that the engine reads, such as token_budget. While it is copied, `inner` is
+        # missing.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def resolve(self, geometry: Geometry) -> Self:
-        """Resolves `inner`, and the same in pages. ConfigError for a budget below a page."""
+        """Resolves `inner` and its version in pages. ConfigError for a budget below a page."""
         inner, size = self.inner.resolve(geometry), geometry.page_size
         given = {name: getattr(inner, name) for name in _TOKEN_SETTINGS[inner.name]}
         budget = given["token_budget"]
@@ -68,7 +69,7 @@ class ByPages(Policy):
         return dataclasses.replace(self, inner=inner, coarse=coarse)
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
-        """As `inner`."""
+        """The dense layers of `inner`."""
         return self.inner.dense_layers(geometry)
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
@@ -78,7 +79,7 @@ class ByPages(Policy):
         return tuple(ScoreRequest(request.reduce, step.page_size) for request in requests)
 
     def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        """Shares the pages that `inner` selects by them."""
+        """Stores the pages that `inner` selects by them for later layers."""
         assert self.coarse is not None
         coarse = _in_pages(step)
         self.coarse.on_scores(layer, scores, coarse)
@@ -91,7 +92,7 @@ class ByPages(Policy):
 
 
 def _in_pages(step: Step) -> Step:
-    """The step of a sequence whose tokens are the pages of this one."""
+    """The step in which every page counts as one token."""
     longest = -(-step.max_length // step.page_size)
     return dataclasses.replace(step, lengths=step.pages, max_length=longest, page_size=1)
 
@@ -101,10 +102,10 @@ def _as_pages(selection: Selection | None, page_size: int) -> Selection | None:
 
 
 def page_policy(policy: Policy, geometry: Geometry) -> Policy:
-    """The policy, resolved for a model in vLLM.
+    """The policy in a form that vLLM can run, resolved for a model.
 
-    ConfigError for one that needs more than vLLM has: a retrieval head, data per sequence, the
-    queries of prompts, eviction.
+    ConfigError for one that needs what vLLM lacks: a retrieval head, data per sequence, the queries
+    of prompts, eviction.
     """
     for wrong, reason in _needs(policy):
         if wrong:

@@ -1,4 +1,4 @@
-"""What the user asked the plugin for: a policy, its settings, and one setting of our own."""
+"""The plugin's settings: a policy, its settings, and one setting of the plugin itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Before an engine starts: what cannot work is refused, and the attention backend is chosen.
+"""Checks an engine's configuration before it starts, and chooses the attention backend.
 
-The plugin has no hook where an engine is configured, so `EngineArgs.create_engine_config` is
-wrapped, once: its result is what all processes of the engine receive. Errors are raised there,
-before any of them exists.
+vLLM has no plugin hook for configuring an engine, so `EngineArgs.create_engine_config` is wrapped,
+once: all processes of the engine receive its result. Errors are raised there, before any of these
+processes exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keyhole.policies.base import Policy
 logger = init_logger("vllm.keyhole")
 
 _PACKAGE = "keyhole.integrations.vllm"
-#: vLLM's backends on a GPU that we extend, by the class that does; the first is the default.
+#: vLLM's GPU backends that we extend, and the class that extends each; the first is the default.
 _CUDA = {"FLASH_ATTN": "KeyholeFlashBackend", "TRITON_ATTN": "KeyholeTritonBackend"}
 _BACKEND = "KEYHOLE_VLLM_BACKEND"
 #: KV cache types in the model's own precision.
@@ -49,7 +49,7 @@ def register() -> None:
     if getattr(EngineArgs.create_engine_config, "keyhole", False):
         return
     if current_platform.device_type == "cpu":
-        # vLLM's CPU platform takes this backend whatever is configured.
+        # vLLM's CPU platform always uses this backend, regardless of the configuration.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_PACKAGE}.cpu.KeyholeCPUBackend")
     elif os.environ.get(_BACKEND) in _CUDA:  # a worker of an engine that asked for a policy
         _register_cuda(os.environ[_BACKEND])
@@ -93,7 +93,7 @@ def _check_policy(config: VllmConfig, policy: Policy) -> None:
 
 
 def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
-    """What the plugin does not run, and whether this engine has it."""
+    """Everything that the plugin does not support: whether this engine has it, and the reason."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = str(config.cache_config.cache_dtype)
     yield model.use_mla, "this model has latent attention (MLA)"
@@ -149,7 +149,9 @@ def _use_cuda(config: VllmConfig) -> None:
 
 
 def _expected(config: VllmConfig) -> Geometry:
-    """The model's shape by its configuration, to check settings before any process starts."""
+    """The model's shape according to its configuration, to check settings before any process
+    starts.
+    """
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
@@ -174,10 +176,10 @@ def _expected(config: VllmConfig) -> Geometry:
 
 
 def _add_stat_logger() -> None:
-    """Lets vLLM's async engines of this process report our counters beside their own.
+    """Makes vLLM's async engines of this process report our counters in addition to their own.
 
-    An entry point in its group of stat loggers would be loaded for every engine, and turns
-    statistics on even where they were turned off.
+    An entry point in vLLM's group of stat loggers would be loaded for every engine, and would turn
+    on statistics even if they were turned off.
     """
     plain = loggers.load_plugins_by_group
     if getattr(plain, "keyhole", False):

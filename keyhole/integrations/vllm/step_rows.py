@@ -1,10 +1,10 @@
-"""The decode tokens of a step as rows of a policy's `Step`, from what vLLM says of the step.
+"""The decode tokens of a step as rows of a policy's `Step`, from vLLM's metadata.
 
-A row is one token that is computed under the policy. A request that decodes has one; with
-speculative decoding it has 1 + K, which are checked as if they were decoded one after the other:
-each row ends at its own token. Prompt tokens are no rows: prefill is exact.
+A row is one token that is computed under the policy. A decoding request has one; with speculative
+decoding it has 1 + K, which are verified as if they were decoded one after the other: each row ends
+at its own token. Prompt tokens are not rows, because prefill is exact.
 
-Everything that decides a shape is known on the host, so nothing here waits for a device.
+All shapes follow from values on the host, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from keyhole.policies.base import CachedLayers, SequenceRows, Step
 class Requests:
     """The requests of a step, those that decode first.
 
-    starts: int [R + 1], where each one's query tokens begin, on the host. most: int [R], the
-    tokens of each one with these, on the host; may be more where drafts were rejected. lengths:
-    int32 [R], the same, exact. block_table: int32 [R, M]. prefilling: bool [R], on the host.
+    starts: int [R + 1], where the query tokens of each begin, on the host. most: int [R], upper
+    bounds of `lengths`, on the host, which count rejected drafts. lengths: int32 [R], tokens of
+    each request including its query tokens. block_table: int32 [R, M]. prefilling: bool [R], on the
+    host.
     """
 
     starts: np.ndarray
@@ -40,10 +41,10 @@ class Requests:
 class StepRows:
     """The rows of a step, and the pages that it writes.
 
-    num_requests: requests that decode, R' of R. num_rows: their tokens, B. requests: int64 [B], the
-    request of each row, or None where each has one row. lengths: int32 [B]. page_table: int32
-    [B, M]. max_length: at least the largest of `lengths`. written: int64 [n] pages and tokens that
-    each holds now, of all requests.
+    num_requests: the number of decoding requests. num_rows: their tokens, B. requests: int64 [B],
+    the request of each row, or None if each has one row. lengths: int32 [B]. page_table: int32 [B,
+    M]. max_length: at least the largest of `lengths`. written: the pages that any request writes,
+    and the tokens that each holds now, int64 [n] each.
     """
 
     num_requests: int
@@ -90,7 +91,7 @@ def _no_rotation(layer: int) -> Rotation:
 def step_rows(requests: Requests, page_size: int, threshold: int) -> StepRows:
     """The rows of the leading requests that decode.
 
-    threshold: the most query tokens of a request that decodes: 1 + K with K draft tokens.
+    threshold: the most query tokens of a decoding request: 1 + K with K draft tokens.
     """
     device = requests.lengths.device
     counts = np.diff(requests.starts)
@@ -126,7 +127,7 @@ def _written(requests: Requests, counts: np.ndarray, page_size: int) -> tuple[Te
     """The pages that hold this step's tokens, int64 [n], and the tokens that each holds now.
 
     A page may be listed twice, with the same number: how many pages a request touches depends on
-    its exact length, which may be known on the device alone, so the most that it may be is taken.
+    its exact length, which only the device may know, so the upper bound is used.
     """
     device = requests.lengths.device
     most = np.where(counts > 0, (counts + page_size - 2) // page_size + 1, 0)

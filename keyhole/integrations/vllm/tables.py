@@ -1,7 +1,7 @@
-"""A selection as page tables and lengths: attention over them reads the selected pages alone.
+"""A selection as page tables and lengths, with which attention reads only the selected pages.
 
-The pages of a selection ascend and the newest one, which alone may be partly filled, is the last:
-so a shorter table with a shorter length is all that an attention kernel needs. Lists per KV head
+The pages of a selection are in ascending order, and only the last one may be partly filled, so an
+attention kernel needs nothing more than a shorter table and a shorter length. Lists per KV head
 read pages of one head each: page p of head h is page `p * Hkv + h` of a pool seen as one-head
 pages, and each head is one sequence.
 """
@@ -21,9 +21,9 @@ from keyhole.policies.base import Step
 class Tables:
     """What a layer reads in a decode step, for vLLM's attention.
 
-    page_table: int32 [B * H, n]; padding is page 0, vLLM's null block. lengths: int32 [B * H].
-    lists: H, the lists of a row: 1, or the KV heads, or the query heads. max_length: no length is
-    larger. pages: int64 [], pages read by all rows and lists.
+    page_table: int32 [B * H, n], padded with page 0, vLLM's null block. lengths: int32 [B * H].
+    lists: H, the lists per row: 1, or the number of KV heads or query heads. max_length: an upper
+    bound of `lengths`. pages: int64 [], total pages read by all rows and lists.
     """
 
     page_table: Tensor

@@ -96,6 +96,16 @@ def _local_window(module: Any) -> int | None:
     return int(module.config.window_size) if local else None
 
 
+def _is_told_its_layer(cls: Any) -> dict[str, Any]:
+    """Layers with the same weights each have such a module, whose own number is of none of them."""
+
+    def forward(self: Any, hidden_states: Tensor, layer_idx: int, *args: Any, **named: Any) -> Any:
+        self.layer_idx = layer_idx
+        return cls.forward(self, hidden_states, layer_idx, *args, **named)
+
+    return {"forward": forward}
+
+
 def _xglm(cls: Any) -> dict[str, Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
         past = named.get("past_key_values")
@@ -235,4 +245,6 @@ _ADAPTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "NemotronAttention": _forwards_keywords,
     "StableLmAttention": _forwards_keywords,
     "XGLMAttention": _xglm,
+    "Zamba2Attention": _is_told_its_layer,
+    "ZambaAttention": _is_told_its_layer,
 }

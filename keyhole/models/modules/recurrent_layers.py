@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.cache.recurrent_state import LayerState, RecurrentState
+from keyhole.cache.recurrent_state import LayerState, RecurrentState, States
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError, ModelError
 from keyhole.models import families
@@ -26,12 +26,19 @@ from keyhole.models.attention import PassThrough
 
 #: Methods of transformers' caches by which a module reads its state.
 _READS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
+_PAIR = 2
 
 
 class Packed(nn.Module):
-    """Marks the subclasses that `adapt` makes. number: of the module among those of its network."""
+    """Marks the subclasses that `adapt` makes.
+
+    number: of the module among those of its network. continues: whether a call of several tokens
+    begins with the state that it is given. transformers' Mamba begins with zeros (Jamba, Zamba), so
+    the later chunks of a prompt are computed there token by token.
+    """
 
     number: int
+    continues: bool = True
 
 
 def adapt(network: nn.Module, name: str) -> None:
@@ -47,8 +54,8 @@ def adapt(network: nn.Module, name: str) -> None:
     for layer in families.recurrent_layers(network.config):
         if layer not in numbers:
             raise ModelError(
-                f"layer {layer} of model {name!r} keeps a recurrent state in a way of its own, "
-                "which Keyhole does not know"
+                f"layer {layer} of model {name!r} keeps its recurrent state in the module, for one "
+                "batch at a time, and not in transformers' cache, where each sequence has its own"
             )
 
 
@@ -84,21 +91,49 @@ def settings(name: str, config: EngineConfig) -> EngineConfig:
 def new_state(network: Any, num_slots: int) -> RecurrentState | None:
     """The state of `num_slots` sequences; None for a network without recurrent layers.
 
-    Each layer runs on one token, to see the shapes and dtypes of its state.
+    Each layer runs on one token, to see the shapes and dtypes of its state, and on two after
+    different states, to see whether these matter.
     """
     found = [module for module in network.modules() if isinstance(module, Packed)]
     if not found:
         return None
     width = int(network.config.hidden_size)
-    token = torch.zeros(1, 1, width, dtype=network.dtype, device=network.device)
+    tokens = torch.linspace(-1, 1, 2 * width, dtype=torch.float32).view(1, 2, width)
+    tokens = tokens.to(network.device, network.dtype)
     examples = []
     for module in found:
-        seen = LayerState({})
-        named = dict.fromkeys(_required(type(module)))
-        with torch.no_grad():
-            module(token, **{**named, _keyword(type(module)): seen})
-        examples.append(seen.states)
+        first = LayerState({})
+        _run(module, tokens[:, :1], first)
+        examples.append(first.states)
+        module.continues = _continues(module, tokens, first.states)
     return RecurrentState(examples, num_slots)
+
+
+@torch.no_grad()
+def _run(module: Packed, tokens: Tensor, there: LayerState) -> Any:
+    """Transformers' own code of a module for tokens [1, t, width] after a state."""
+    named = dict.fromkeys(_required(type(module)))
+    return module(tokens, **{**named, _keyword(type(module)): there})
+
+
+def _continues(module: Packed, tokens: Tensor, states: States) -> bool:
+    """Whether what two tokens [1, 2, width] yield depends on the recurrent state before them.
+
+    states: one of the module, which says the shapes. Where it rounds to nothing, False costs time
+    only.
+    """
+    if not any(kind == "recurrent" for kind, _ in states):
+        return True
+    results = []
+    for fill in (0.0, 64.0):
+        filled = {
+            key: torch.full_like(x, fill) if key[0] == "recurrent" else x.clone()
+            for key, x in states.items()
+        }
+        there = LayerState(filled)
+        out = _run(module, tokens, there)
+        results.append([*(out if isinstance(out, tuple) else (out,)), *there.states.values()])
+    return any(a is not None and not torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @functools.cache
@@ -112,11 +147,11 @@ def _reads_state(cls: type[nn.Module]) -> bool:
 def _packed(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass that runs each sequence of a packed row from its own state."""
     keyword, original = _keyword(cls), cls.forward
+    parameters = list(_parameters(cls))[1:]
 
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if any(isinstance(given, PassThrough) for given in args):
-            raise ModelError(f"{cls.__name__} keeps a recurrent state in a way of its own")
-        past = named.get(keyword)
+        given = {**dict(zip(parameters, args, strict=False)), **named}
+        past = given.get(keyword)
         if not isinstance(past, PassThrough):
             return original(self, *args, **named)
         step = past.batch.recurrent
@@ -125,19 +160,23 @@ def _packed(cls: type[nn.Module]) -> type[nn.Module]:
                 f"{cls.__name__} keeps a recurrent state per sequence, which only the engine has; "
                 "use the model through keyhole.LLM"
             )
-        named = {key: value for key, value in named.items() if key != "keyhole"}
-        hidden = args[0] if args else named.pop("hidden_states")
-        is_pair = False
+        hidden = given.pop(parameters[0])
+        rest = {key: None if key.endswith("mask") else value for key, value in given.items()}
+        rest.pop("keyhole", None)
+        found: Any = None
 
-        def call(part: Tensor, there: LayerState) -> Tensor:
-            nonlocal is_pair
-            found = original(self, part, **{**named, "attention_mask": None, keyword: there})
-            is_pair = isinstance(found, tuple)
-            out: Tensor = found[0] if isinstance(found, tuple) else found
-            return out
+        def call(part: Tensor, there: LayerState) -> tuple[Tensor, ...]:
+            nonlocal found
+            found = original(self, part, **{**rest, keyword: there})
+            if not isinstance(found, tuple):
+                return (found,)
+            # Of two, the second are attention weights, which nobody reads; of three, all matter.
+            return found if len(found) > _PAIR else found[:1]
 
-        out = step.run(self.number, hidden, call)
-        return (out, None) if is_pair else out
+        out = step.run(self.number, hidden, call, self.continues)
+        if isinstance(found, tuple):
+            return (*out, *[None] * (len(found) - len(out)))
+        return out[0]
 
     return type(f"Packed{cls.__name__}", (Packed, cls), {"forward": forward})
 

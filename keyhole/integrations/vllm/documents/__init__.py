@@ -4,7 +4,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KeyholeConnector",
     "kv_role": "kv_consumer", "kv_connector_extra_config": {"documents": "s3://bucket/store"}}'
 SamplingParams(extra_args={"kv_transfer_params": {"documents": ["a", "b"], "reuse": "epic"}})
 
-facts      what the store and the rotation of keys need of a model, found before the start
+facts      what the store and the rotation of keys need to know of a model
 requests   checks a request and finds its documents in the prompt, in the frontend
 connector  vLLM's interface: which tokens are loaded when, in the scheduler and in a worker
 loader     writes stored keys and values into vLLM's pages, in a thread of a worker

@@ -1,9 +1,9 @@
 """SamKV's choice in vLLM: which pages each layer reads of a prompt's documents.
 
-The question is read first over the documents' ends, in the pages of blocks between them, and its
-queries choose. Then what each layer keeps is loaded side by side into the first pages of the
-request, and attention reads these and the question's own (`layout`): pages that are not kept are
-in no page table.
+The question is first computed over the ends of the documents, in the pages that their middle blocks
+would have, and its queries choose. Then what each layer keeps is packed into the first pages of the
+request, and attention reads these pages and the question's own (`layout`): other pages are in no
+page table.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from keyhole.reuse.base import Reuse
 class KeptPages:
     """The pages that each layer reads of a request.
 
-    filled: per layer, the first pages. question: the page of the question's first token, from
-    which on all are read.
+    filled: per layer, the number of leading pages with kept tokens. question: the page of the
+    question's first token; it and all later pages are read.
     """
 
     filled: tuple[int, ...]
@@ -39,14 +39,14 @@ class KeptPages:
 
 @dataclass(eq=False)
 class KeptRows:
-    """The rows of a step whose requests have such pages, for its layers."""
+    """The rows of a step whose requests have `KeptPages`."""
 
     rows: list[tuple[int, KeptPages]]
     page_size: int
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def metadata(self, whole: Any, layer: int) -> Any:
-        """A layer's metadata over its pages; layers that read the same pages share it."""
+        """A layer's metadata over its pages; layers that read the same pages share one object."""
         key = id(whole), *(kept.filled[layer] for _, kept in self.rows)
         if key not in self._made:
             self._made[key] = self._part(whole, layer)
@@ -75,8 +75,9 @@ def choose(
 ) -> tuple[KeptPages, RecordError | None]:
     """Lets the method choose, and fills the request's pages with what it keeps.
 
-    name: of the request, whose glance was loaded. tokens: its prompt. All ranks must call this in
-    the same step, and none stops half-way: a record that cannot be read is returned as an error.
+    name: of the request, whose probe tokens (the documents' ends) are loaded. tokens: its prompt.
+    All ranks must call this in the same step, and none may stop half-way: an error from a record
+    that cannot be read is returned, not raised.
     """
     size, num_layers = loader.page_size, loader.num_layers
     num_pages = max(len(blocks), request.end // size + 1)
@@ -112,7 +113,7 @@ def _queries(
     layouts: Sequence[Layout],
     blocks: Sequence[int],
 ) -> list[Tensor]:
-    """The question's queries over the glance, of all heads: see `Reuse.plan`."""
+    """The question's queries over the probe tokens, of all heads: see `Reuse.plan`."""
     if request.runs:
         compute_runs(runner, tokens, request.runs, layouts, blocks)
     parts: list[list[Tensor]] = [[] for _ in layouts]

@@ -1,9 +1,9 @@
 """`KeyholeConnector`: stored documents as a KV connector of vLLM (v1).
 
-vLLM lets a connector claim the first tokens of a prompt, and whatever stands in their pages counts
-as computed. The connector claims everything before the question. Stored keys and values are loaded
-in a thread while other requests have steps; in the request's first step, before the question, its
-model computes what no document has and what the reuse method computes again (`forward`).
+vLLM lets a connector claim the first tokens of a prompt, and then takes their pages as computed.
+The connector claims everything before the question. A thread loads stored keys and values while
+other requests run; in the request's first step, before the question, the model computes the tokens
+outside of documents and those that the reuse method recomputes (`forward`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = init_logger("vllm.keyhole")
 
 @dataclass(frozen=True)
 class Load:
-    """Documents to load into blocks, from a position on."""
+    """Documents to load into blocks, starting at a position."""
 
     request_id: str
     request: DocumentRequest
@@ -46,9 +46,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Compute:
-    """What is computed for a request before the step's forward pass.
+    """Tokens to compute for a request before the step's forward pass.
 
-    tokens: its prompt. runs: of the tokens before the question.
+    tokens: its prompt. runs: first and last + 1 of tokens before the question.
     """
 
     request_id: str
@@ -60,26 +60,26 @@ class Compute:
 
 @dataclass
 class StepDocuments(KVConnectorMetadata):
-    """What a worker does for documents in a step."""
+    """What a worker must do for documents in a step."""
 
     loads: list[Load] = field(default_factory=list)
     computes: list[Compute] = field(default_factory=list)
 
 
 class KeyholeConnector(KVConnectorBase_V1):
-    """Both sides: the scheduler has one, and each worker."""
+    """Both sides of the connector: the scheduler has an instance, and so has each worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._step = StepDocuments()
-        # Requests whose load was begun, and from which position.
+        # Requests whose load was started, and its first position.
         self._begun: dict[str, int] = {}
         self._runner: Any = None
         self._loader: DocumentLoader | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._failed: set[int] = set()
-        # Requests whose layers read some pages only.
+        # Requests whose layers read only some pages.
         self._kept: dict[str, KeptPages] = {}
         self._ended: set[str] = set()
         if role == KVConnectorRole.WORKER:
@@ -90,13 +90,15 @@ class KeyholeConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Everything before the question, loaded between steps."""
+        """The number of tokens before the question; they are loaded between steps."""
         placed = DocumentRequest.of(request)
         count = 0 if placed is None else max(0, placed.end - num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """First the blocks to load into; again when the request is scheduled after its load."""
+        """Called with the blocks to load into, and again when the request is scheduled after its
+        load.
+        """
         placed = DocumentRequest.of(request)
         if placed is None:
             return
@@ -107,14 +109,14 @@ class KeyholeConnector(KVConnectorBase_V1):
             self._step.loads.append(Load(request.request_id, placed, own, begin))
             return
         begin = self._begun.pop(request.request_id, placed.end)
-        # A load that failed leaves fewer tokens computed, and vLLM computes the prompt itself.
+        # After a failed load fewer tokens count as computed, and vLLM computes the prompt itself.
         if begin < placed.end <= request.num_computed_tokens:
             runs = [[max(start, begin), stop] for start, stop in placed.runs if stop > begin]
             tokens = list(request.prompt_token_ids)
             self._step.computes.append(Compute(request.request_id, placed, tokens, runs, own))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepDocuments:
-        """What was gathered since the last step."""
+        """What was collected since the last step."""
         step, self._step = self._step, StepDocuments()
         return step
 
@@ -128,13 +130,15 @@ class KeyholeConnector(KVConnectorBase_V1):
     # A worker's side.
 
     def take_runner(self, runner: Any) -> None:
-        """Called once vLLM's model and its pages are there."""
+        """Called once vLLM's model and its pages exist."""
         self._runner = runner
         self._loader = DocumentLoader(self._vllm_config, runner.device)
         self._thread = ThreadPoolExecutor(1, "keyhole-documents")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before a step's forward pass, on all ranks alike: computes what it needs first."""
+        """Called on every rank before a step's forward pass: computes the tokens that it depends
+        on.
+        """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepDocuments)
         for compute in connector_metadata.computes:
@@ -164,7 +168,7 @@ class KeyholeConnector(KVConnectorBase_V1):
             compute_runs(self._runner, compute.tokens, compute.runs, layouts, blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins the step's loads."""
+        """Starts the step's loads."""
         thread, loader = self._thread, self._loader
         assert thread is not None, "the model is loaded before the first step"
         assert loader is not None
@@ -177,7 +181,7 @@ class KeyholeConnector(KVConnectorBase_V1):
             self._loading[load.request_id] = load, work
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose load has ended, well or not."""
+        """The requests whose load has ended, successfully or not."""
         for name in finished_req_ids:
             self._kept.pop(name, None)
             if name in self._loading:
@@ -197,7 +201,7 @@ class KeyholeConnector(KVConnectorBase_V1):
         return None, done or None
 
     def _fail(self, name: str, error: BaseException, blocks: Sequence[int]) -> None:
-        """Reports that these blocks have not what they should."""
+        """Reports that these blocks were not filled."""
         logger.error("Keyhole: the documents of request %s: %s", name, error)
         self._failed.update(blocks)
 
@@ -207,7 +211,7 @@ class KeyholeConnector(KVConnectorBase_V1):
         return failed
 
     def shutdown(self) -> None:
-        """Ends the thread after the load that it is at."""
+        """Ends the thread after its current load."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -226,11 +230,11 @@ class KeyholeConnector(KVConnectorBase_V1):
 
 
 def _watch_runner(config: Any) -> None:
-    """Lets the runner of this process give itself to the connector once its pages are there.
+    """Makes the runner of this process pass itself to the connector once its pages exist.
 
-    vLLM hands a connector pages, not the model that computes tokens.
+    vLLM gives a connector the pages, but not the model that computes tokens.
     """
-    # By name: the other one needs packages that may be missing here.
+    # Chosen by name, because importing the other runner may need packages that are missing.
     module = "gpu.model_runner" if config.use_v2_model_runner else "gpu_model_runner"
     runners: Any = pkgutil.resolve_name(f"vllm.v1.worker.{module}:GPUModelRunner")
     plain: Callable[..., None] = runners.initialize_kv_cache

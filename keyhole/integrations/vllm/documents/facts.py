@@ -1,4 +1,6 @@
-"""What stored documents need of a model, found once, before any process of an engine starts."""
+"""What stored documents need to know of a model, found once, before any process of an engine
+starts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 #: The connector's name in vLLM, and the settings in its `kv_connector_extra_config`.
 CONNECTOR = "KeyholeConnector"
 _SETTINGS = ("documents",)
-#: Where the facts travel in the same mapping, to all processes.
+#: Key in the same mapping under which the facts reach all processes.
 _FACTS = "keyhole"
 
 
@@ -34,7 +36,7 @@ _FACTS = "keyhole"
 class DocumentFacts:
     """place: of the store. fingerprint: of the model. frequencies: see `RopeShift`.
 
-    geometry: the whole model's, over all ranks. page_size of it is 1: it is not known yet.
+    geometry: of the whole model, over all ranks; its page_size is 1, because it is not known yet.
     """
 
     place: str
@@ -56,7 +58,7 @@ class DocumentFacts:
 
 
 def is_asked_for(config: VllmConfig) -> bool:
-    """Whether the engine reads stored documents."""
+    """Whether the engine uses stored documents."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
@@ -68,9 +70,9 @@ def facts_of(config: VllmConfig) -> DocumentFacts:
 
 
 def prepare(config: VllmConfig) -> None:
-    """Refuses engines that cannot have stored documents with a ConfigError; finds the facts.
+    """Finds the facts; ConfigError for an engine that cannot use stored documents.
 
-    Also for a store whose records are all of other models.
+    ConfigError, too, for a store whose records all belong to other models.
     """
     for wrong, reason in _refusals(config):
         if wrong:
@@ -116,7 +118,9 @@ def _refusals(config: VllmConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _model(config: VllmConfig) -> Model:
-    """The model as the store knows it; its weights stay in their files if they can."""
+    """The model as the store identifies it; its weights are not loaded if they can stay
+    memory-mapped.
+    """
     asked = config.model_config
     found = locate(asked.model)
     network: Any = mapped(found, asked.dtype) if Path(found.name).is_dir() else None

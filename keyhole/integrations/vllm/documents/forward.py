@@ -1,9 +1,9 @@
 """Computes tokens in the middle of a prompt whose other keys and values are in vLLM's pages.
 
-vLLM computes a prompt from its first unknown token on. Here one more forward pass of its model
-computes any runs of earlier tokens: each run is a sequence of its own with the block table of the
-request. A layer writes all keys of a pass before it attends, and a token reads up to its own
-position, so that later runs see what the layer just wrote for earlier ones.
+vLLM computes a prompt from its first token without keys onwards. Here an additional forward pass of
+its model computes any runs of earlier tokens: each run is a sequence of its own with the block
+table of the request. A layer writes all keys of a pass before it attends, and a token reads up to
+its own position, so later runs see the new keys of earlier ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from keyhole.integrations.vllm.documents.layout import Layout
 
-#: Called by each layer with its number and its rotated queries [T, Hq, D] of this rank.
+#: Called by each layer with its number and the rotated queries [T, Hq, D] of this rank.
 Note = Callable[[int, Tensor], None]
 
 
@@ -33,8 +33,8 @@ def compute_runs(
 ) -> None:
     """Computes these runs of a prompt, first and last + 1, and writes their keys and values.
 
-    tokens: of the prompt. layouts: of each layer; layers alike share one. blocks: the request's
-    blocks. runner: vLLM's, on this rank; all ranks must call this in the same step.
+    tokens: of the prompt. layouts: one per layer; equal layers share one object. blocks: the
+    request's blocks. runner: vLLM's, on this rank; all ranks must call this in the same step.
     """
     table = torch.tensor(blocks, dtype=torch.int64)
     for part in _parts(runs, int(runner.max_num_tokens)):
@@ -101,7 +101,9 @@ def _metadata(
     page: int,
     device: torch.device,
 ) -> CommonAttentionMetadata:
-    """Each run as a sequence. page: tokens of a page of the kernels, which may divide a block."""
+    """Metadata in which each run is a sequence. page: tokens per page of the kernels; a block may
+    have several.
+    """
     counts = torch.tensor([stop - start for start, stop in runs])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
     lengths = layout.places(torch.tensor([stop - 1 for _, stop in runs])).int() + 1

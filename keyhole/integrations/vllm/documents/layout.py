@@ -1,8 +1,8 @@
-"""Where the tokens of a prompt lie in a request's pages, in one layer.
+"""Where one layer stores the tokens of a prompt in the request's pages.
 
-Without gaps a token lies at its position, as vLLM puts it. A layer that keeps some tokens only has
-these side by side in the first pages, so that attention can read them as a list of whole pages; the
-rest of the list begins with the page of the question's first token, where vLLM writes what follows.
+Without gaps a token is stored at its position, as in vLLM. A layer that keeps only some tokens
+packs them into the first pages, so that attention can read them as a list of whole pages; the list
+continues with the page of the question's first token, where vLLM writes what follows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 class Layout:
     """The tokens that one layer reads, in order.
 
-    order: int64 [n], the request's pages, counted from 0, in reading order. index: int64 [end], of
-    each token before the question its place among those that are kept, or -1. count: these.
-    page_size: tokens of a page.
+    order: int64 [n], the request's pages, counted from 0, in reading order. index: int64 [end], for
+    each token before the question its index among the kept ones, or -1. count: number of kept
+    tokens. page_size: tokens per page.
     """
 
     order: Tensor
@@ -30,15 +30,15 @@ class Layout:
 
     @classmethod
     def whole(cls, end: int, num_pages: int, page_size: int) -> Self:
-        """All tokens, where vLLM puts them."""
+        """All tokens, where vLLM stores them."""
         return cls(torch.arange(num_pages), torch.arange(end), end, page_size)
 
     @classmethod
     def of(cls, kept: Tensor, num_pages: int, page_size: int, *, scratch: bool = False) -> Self:
         """The kept tokens, bool [end], of a prompt; `end - kept` is a multiple of the page size.
 
-        scratch: the question is read before its own pages are there: past the first of them it is
-        written into the pages between, which no kept token needs.
+        scratch: the question is computed before its own pages are allocated: beyond the first of
+        them it is written to middle pages that no kept token needs.
         """
         end, count = len(kept), int(kept.sum())
         assert (end - count) % page_size == 0, "what is dropped must be whole pages"
@@ -50,7 +50,9 @@ class Layout:
         return cls(torch.cat([torch.arange(filled), rest]), index, count, page_size)
 
     def places(self, positions: Tensor) -> Tensor:
-        """The place of each token in reading order, int64; those of the question follow."""
+        """The index of each token in reading order, int64; tokens of the question follow the kept
+        ones.
+        """
         end = len(self.index)
         before = self.index[positions.clamp(max=end - 1)]
         return torch.where(positions < end, before, self.count + positions - end)

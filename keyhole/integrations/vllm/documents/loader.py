@@ -21,14 +21,14 @@ from keyhole.integrations.vllm.documents.requests import DocumentRequest
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import PlacedDocument, Reuse
 
-# Tokens of a layer that are read, rotated and written at once.
+# Tokens of a layer that are read, rotated and written at a time.
 _PIECE = 1024
 
 
 class DocumentLoader:
     """The stored documents on one rank of an engine.
 
-    page_size: tokens of vLLM's blocks. num_layers: of the model.
+    page_size: tokens per block of vLLM. num_layers: of the model.
     """
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
@@ -41,19 +41,22 @@ class DocumentLoader:
         self._heads = []
         for number, layer in self._layers.items():
             every = facts.geometry.layers[number].num_kv_heads
-            first = rank * every // ranks  # a head is on several ranks where there are fewer
+            first = (
+                rank * every // ranks
+            )  # with fewer heads than ranks, several ranks have the same head
             self._heads.append(slice(first, first + int(layer.num_kv_heads)))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Documents of requests that have yet to choose.
+        # Documents of requests that have not chosen yet.
         self._held: dict[str, tuple[ExitStack, list[StoredDocument]]] = {}
 
     @torch.inference_mode()
     def load(self, name: str, request: DocumentRequest, blocks: Sequence[int], begin: int) -> None:
         """Writes the documents' tokens from position `begin` on into the request's blocks.
 
-        For a method that chooses: what it reads to choose, wherever `begin` is; its documents stay
-        open under the request's name until `close`. Returns when it is written. Called in a thread
-        beside the engine's steps. RecordError for a record that is gone or cannot be read.
+        For a method that chooses, loads its probe tokens, regardless of `begin`; its documents stay
+        open under the request's name until `close`. Returns when everything is written. Called in a
+        thread while the engine runs steps. RecordError for a record that is missing or cannot be
+        read.
         """
         if self._stream is None:
             self._load(name, request, blocks, begin)
@@ -87,11 +90,11 @@ class DocumentLoader:
         return [known[digest] for digest in request.digests]
 
     def documents(self, name: str) -> list[StoredDocument]:
-        """The documents of a request that has yet to choose."""
+        """The documents of a request that has not chosen yet."""
         return self._held[name][1]
 
     def close(self, name: str) -> None:
-        """Closes a request's documents, if there are any."""
+        """Closes a request's documents, if any are open."""
         if name in self._held:
             self._held.pop(name)[0].close()
 
@@ -115,7 +118,9 @@ class DocumentLoader:
         layouts: Sequence[Layout],
         blocks: Sequence[int],
     ) -> None:
-        """Writes the wanted tokens, bool [end] of each layer, where its layout has them."""
+        """Writes the wanted tokens, bool [end] per layer, to the slots that the layer's layout
+        gives.
+        """
         table = torch.tensor(blocks, dtype=torch.int64)
         for document, offset in zip(documents, request.offsets, strict=True):
             by = offset if request.shifted else 0
@@ -132,7 +137,7 @@ class DocumentLoader:
     def _put(
         self, document: StoredDocument, number: int, start: int, stop: int, by: int, slots: Tensor
     ) -> None:
-        """Rows of a document in a layer into slots."""
+        """Copies rows of a document to slots of a layer."""
         keys, values = document.rows(number, start, stop)
         assert values is not None, "models with latent attention are refused"
         layer, heads = self._layers[number], self._heads[number]
@@ -142,7 +147,7 @@ class DocumentLoader:
 
 
 def kept_positions(request: DocumentRequest, kept: Tensor) -> Tensor:
-    """The tokens before the question that are there, bool [end]; kept: bool [T], of documents."""
+    """The tokens before the question that are kept, bool [end]; kept: bool [T], of documents."""
     found = torch.ones(request.end, dtype=torch.bool)
     parts = kept.split(request.lengths)
     for offset, part in zip(request.offsets, parts, strict=True):

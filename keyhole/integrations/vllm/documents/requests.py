@@ -1,8 +1,9 @@
-"""What a request asks of stored documents, checked in the frontend before the engine sees it.
+"""Checks a request for stored documents in the frontend, before it reaches the engine.
 
 A request names documents, and its prompt contains their tokens in that order, with anything before
-and between them and a question after them. Here their positions are found, and which tokens the
-reuse method computes again. A bad request is refused with one line, and the engine goes on.
+and between them and a question after them. This module finds their positions, and the tokens that
+the reuse method recomputes. A bad request is refused with a one-line error; the engine is not
+affected.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.base import PlacedDocument, Reuse
 from keyhole.reuse.sam_kv import SamKV
 
-#: What a request may say in its `kv_transfer_params`.
+#: The fields that a request may have in its `kv_transfer_params`.
 _FIELDS = ("documents", "reuse")
-#: Where the checked request stands in the same mapping.
+#: Key of the checked request in the same mapping.
 _PLACED = "keyhole"
 _DEFAULT_REUSE = "reuse"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRequest:
-    """Where the documents of a prompt are, and what is computed of the tokens before its question.
+    """Where the documents of a prompt are, and which tokens before its question are computed.
 
     names, digests, offsets, lengths: of each document. end: position of the question's first
     token. runs: first and last + 1 of the tokens that are computed in the prompt, ascending.
-    shifted: whether keys are rotated to their positions. method: the reuse method if it chooses by
-    the question what layers keep; None if they keep all.
+    shifted: whether keys are rotated to their positions. method: the reuse method if it chooses, by
+    the question, what layers keep; None if they keep everything.
     """
 
     names: list[str]
@@ -56,7 +57,7 @@ class DocumentRequest:
 
     @classmethod
     def of(cls, request: Any) -> Self | None:
-        """Of a request of vLLM; None if it has no documents."""
+        """The checked documents of a vLLM request; None if it has none."""
         placed = (request.kv_transfer_params or {}).get(_PLACED)
         return None if placed is None else cls(**placed)
 
@@ -78,7 +79,7 @@ class DocumentFinder:
     ) -> DocumentRequest | None:
         """Finds the documents in the prompt; None for a method that computes it like any other.
 
-        answers: to this prompt (vLLM's `n`). Raises ConfigError or RequestError.
+        answers: number of answers to this prompt (vLLM's `n`). Raises ConfigError or RequestError.
         """
         unknown = [name for name in asked if name not in _FIELDS]
         if unknown:
@@ -131,7 +132,7 @@ class DocumentFinder:
         question: int,
         answers: int,
     ) -> None:
-        """What SamKV needs of an engine and a prompt so that whole pages are kept or dropped."""
+        """ConfigError unless SamKV can keep or drop whole pages in this engine and prompt."""
         size = self._page_size
         for wrong, reason in (
             (self._policy != "full", f"a prompt with gaps cannot have policy {self._policy!r}"),
@@ -162,7 +163,7 @@ class DocumentFinder:
 
 
 def _runs(reuse: Reuse, placed: Sequence[PlacedDocument], end: int) -> list[list[int]]:
-    """What is computed: all tokens outside documents, and those that the method recomputes."""
+    """The runs to compute: all tokens outside documents, and those that the method recomputes."""
     lengths = [document.length for document in placed]
     again = torch.zeros(sum(lengths), dtype=torch.bool)
     if not isinstance(reuse, SamKV):
@@ -209,7 +210,7 @@ def find(names: Sequence[str], tokens: Sequence[np.ndarray], prompt: Sequence[in
     for name, part in zip(names, tokens, strict=True):
         wanted = part.tobytes()
         place = whole.find(wanted, begin * 8)
-        while place % 8 and place >= 0:  # between two numbers
+        while place % 8 and place >= 0:  # a match across the bytes of two token ids
             place = whole.find(wanted, place + 1)
         if place < 0:
             raise RequestError(
@@ -223,7 +224,7 @@ def find(names: Sequence[str], tokens: Sequence[np.ndarray], prompt: Sequence[in
 
 
 def check_requests() -> None:
-    """Lets every engine of this process that has a store check its requests. Idempotent."""
+    """Makes every engine of this process that has a store check its requests. Idempotent."""
     plain: Callable[..., Any] = InputProcessor.process_inputs
     if getattr(plain, "keyhole", False):
         return
@@ -240,7 +241,9 @@ def check_requests() -> None:
 
 
 def _check(processor: Any, request: Any, config: VllmConfig) -> None:
-    """Replaces what the user asked for by what was found; sets the request apart in the cache."""
+    """Replaces the user's parameters by the checked ones; gives the request a cache salt of its
+    own.
+    """
     params = request.sampling_params
     asked = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
     if not asked:
@@ -258,5 +261,6 @@ def _check(processor: Any, request: Any, config: VllmConfig) -> None:
         params.extra_args = rest
         return
     params.extra_args = {**rest, "kv_transfer_params": {_PLACED: asdict(placed)}}
-    # Keys of documents are not those of this prompt computed whole: nobody else may find them.
+    # Keys of stored documents differ from those of a whole prompt, so no other request may reuse
+    # them.
     request.cache_salt = f"{request.cache_salt or ''}keyhole:{random_uuid()}"
