@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,23 @@ import torch
 from torch import Tensor
 
 from keyhole import Full, SamplingParams
+from keyhole.kernels.triton import overlap
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.models.modules import fused_layer
+from keyhole.models.modules.fused_layer import Choice
 from tests.gpu.test_device import checkpoint, tokens
 from tests.policies.recording import make_engine, run
 
 pytestmark = pytest.mark.gpu
 
 ALL = frozenset({1, 2, 4})
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    with overlap.using(False):
+        yield
 
 
 def logits(model: Model, batch: int) -> Tensor:
@@ -37,14 +46,18 @@ def logits(model: Model, batch: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
+@pytest.mark.parametrize("overlapped", [False, True])
 def test_a_fused_model_is_as_close_to_float32_as_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, batch: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, batch: int, overlapped: bool
 ) -> None:
+    if overlapped and not overlap.is_possible():
+        pytest.skip("needs compute capability 9.0")
     path = checkpoint("llama", tmp_path)
     exact = logits(load(path, "cpu", "float32"), batch) if batch == 1 else None
-    monkeypatch.setattr(fused_layer, "_faster", lambda layers: frozenset())
+    monkeypatch.setattr(fused_layer, "measured", lambda layers: Choice(frozenset(), overlap=False))
     stock = logits(load(path, "cuda", dtype), batch)
-    monkeypatch.setattr(fused_layer, "_faster", lambda layers: ALL)
+    choice = Choice(ALL, overlap=overlapped)
+    monkeypatch.setattr(fused_layer, "measured", lambda layers: choice)
     model = load(path, "cuda", dtype)
     assert fused_layer.fused_tokens(model.network) == sorted(ALL)
     fused = logits(model, batch)

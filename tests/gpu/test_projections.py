@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from keyhole.kernels import reference
+from keyhole.kernels.triton import overlap
 from tests import oracle
-from tests.gpu.operands import COMPILED, DEVICE, DTYPES, EACH_DTYPE, MARKS, PAGE, run
+from tests.gpu.operands import (
+    COMPILED,
+    DEVICE,
+    DTYPES,
+    EACH_DTYPE,
+    INTERPRETED,
+    MARKS,
+    PAGE,
+    run,
+)
 from tests.oracle import Array, float64
 
 pytestmark = MARKS
+
+
+@pytest.fixture(params=[False] if INTERPRETED else [False, True], autouse=True)
+def _overlapped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every kernel is also compiled, or run, so that it starts while the one before it ends."""
+    if request.param and not COMPILED and not overlap.is_possible():
+        pytest.skip("needs compute capability 9.0")
+    with overlap.using(request.param):
+        yield
+
 
 #: Tokens, width, rows of each weight: one and several columns at a time, and what fits into none.
 SIZES = ((1, 256, (17, 5, 6)), (2, 300, (1, 9)), (3, 24, (8,)), (4, 1024, (4, 4, 3)))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from keyhole import SamplingParams
+from keyhole.kernels.triton import overlap
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.models.modules import fused_layer
@@ -182,3 +184,49 @@ def test_a_cpu_keeps_what_it_has(tmp_path: Path) -> None:
     network = make_network(make_config("llama"))
     fused_layer.fuse_layers(network, torch.device("cpu"))
     assert not any(isinstance(module, fused_layer.FusedLayer) for module in network.modules())
+
+
+@pytest.mark.parametrize(
+    ("times", "same", "wanted"),
+    [
+        ({1: (9, 5, 4), 2: (9, 8.9, 8), 4: (9, 10, 9)}, True, ({1, 2}, True)),
+        ({1: (9, 5, 4), 2: (9, 8.9, 8), 4: (9, 10, 9)}, False, ({1}, False)),
+        ({1: (9, 5, 6), 2: (9, 5, 6), 4: (9, 5, 6)}, True, ({1, 2, 4}, False)),
+        ({1: (9, 10, 10), 2: (9, 10, 10), 4: (9, 10, 10)}, True, (set(), False)),
+    ],
+)
+def test_the_fastest_way_with_the_same_results_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    times: dict[int, tuple[float, ...]],
+    same: bool,
+    wanted: tuple[set[int], bool],
+) -> None:
+    layers = fused_layer.fusible(make_network(make_config("llama")))
+    asked: list[list[Tensor]] = []
+
+    def medians(works: Sequence[Callable[[], Tensor]]) -> list[float]:
+        asked.append([work() for work in works])
+        return list(times[len(asked[-1][0])][: len(works)])
+
+    original = fused_layer.decoder_layer
+
+    def decoder_layer(layer: Any, x: Tensor, attend: fused_layer.Attend) -> Tensor:
+        wrong = overlap._wanted and not same
+        return original(layer, x, attend) + (1e-3 if wrong else 0.0)
+
+    monkeypatch.setattr(fused_layer, "decoder_layer", decoder_layer)
+    monkeypatch.setattr(fused_layer, "_medians", medians)
+    monkeypatch.setattr(overlap, "is_possible", lambda: True)
+    choice = fused_layer._measured(layers)
+    assert (set(choice.tokens), choice.overlap) == wanted
+    assert not overlap._wanted
+    for stock, *fused in asked:  # the same work
+        assert len(fused) == 1 + same
+        for found in fused:
+            torch.testing.assert_close(found, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_fails_leaves_transformers_layers() -> None:
+    layers = fused_layer.fusible(make_network(make_config("llama")))
+    with pytest.warns(RuntimeWarning, match="fused layers failed"):
+        assert fused_layer.measured(layers) == (frozenset(), False)

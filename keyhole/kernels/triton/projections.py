@@ -4,7 +4,8 @@ Such a product reads every weight once: its time is that of the memory, plus tha
 program multiplies a few rows of the weights with all of the input, in float32 and without tensor
 cores, and many programs load at the same time. The scale of an RMS norm is a factor of the whole
 result: it is summed while the weights are read and multiplied at the end, and the result of the
-norm is never rounded.
+norm is never rounded. A program reads its first weights before it waits for the kernel before it
+(`overlap`), and the next ones before it multiplies.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from keyhole.kernels import reference
 from keyhole.kernels.reference.projections import Norm
+from keyhole.kernels.triton import overlap
 
 #: Tokens up to which there is a kernel: every token has sums of its own in registers.
 MOST_TOKENS = 4
@@ -58,6 +61,7 @@ def _project(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of rows of one of COUNT weights; with SWIGLU of the same rows of two."""
     block, start = tl.program_id(0), 0
@@ -80,6 +84,14 @@ def _project(
     total = tl.zeros([TOKENS, BLOCK, INNER], tl.float32)
     other = tl.zeros([TOKENS, BLOCK, INNER], tl.float32)
     squares = tl.zeros([TOKENS, 1, INNER], tl.float32)
+    at = column[None, None, :]
+    mask = there[None, :, None] & (at < width)
+    read = tl.load(weight + from_row + at, mask, 0.0, eviction_policy="evict_first")
+    if SWIGLU:
+        read_up = tl.load(second + from_row + at, mask, 0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     for begin in range(0, width, INNER):
         at = begin + column[None, None, :]
         known = at < width
@@ -89,12 +101,13 @@ def _project(
         if NORM:
             squares += values * values
             values *= tl.load(gain + at, mask=known, other=0.0).to(tl.float32)
-        mask = there[None, :, None] & known
-        read = tl.load(weight + from_row + at, mask, 0.0, eviction_policy="evict_first")
         total += values * read.to(tl.float32)
+        at += INNER
+        mask = there[None, :, None] & (at < width)
+        read = tl.load(weight + from_row + at, mask, 0.0, eviction_policy="evict_first")
         if SWIGLU:
-            read = tl.load(second + from_row + at, mask, 0.0, eviction_policy="evict_first")
-            other += values * read.to(tl.float32)
+            other += values * read_up.to(tl.float32)
+            read_up = tl.load(second + from_row + at, mask, 0.0, eviction_policy="evict_first")
 
     dtype = out.dtype.element_ty
     result, scale = tl.sum(total, 2), tl.full([TOKENS, 1], 1.0, tl.float32)
@@ -161,6 +174,7 @@ def _launch(
         BLOCK=block,
         INNER=inner,
         num_warps=inner // (32 * _LOADED),
+        **overlap.options(),
     )
     return out
 

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from keyhole.kernels import reference
+from keyhole.kernels.triton import overlap
 from keyhole.kernels.triton.moves import append
 
 #: Heads of one program: few, so that a step of few tokens still fills the GPU.
@@ -138,8 +140,12 @@ def _rotary_append(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of heads of one token: first the queries', then the keys', then the values'."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF_PADDED)
     cos, sin = cos + token * stride_cos, sin + token * stride_sin
@@ -218,6 +224,7 @@ def apply_rope_and_append(
         HALF_PADDED=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS,
         num_warps=2,
+        **overlap.options(),
     )
     return out_query, out_key
 

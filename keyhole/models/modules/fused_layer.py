@@ -19,7 +19,7 @@ import functools
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from keyhole import kernels
 from keyhole.kernels import reference, triton
 from keyhole.kernels.graph_capture import without_collection
+from keyhole.kernels.triton import overlap
 from keyhole.models.attention import rotate_and_attend
 from keyhole.models.batch import Batch
 from keyhole.models.fast_layers import epsilon
@@ -61,12 +62,18 @@ class FusedLayer(nn.Module):
 
 
 def fuse_layers(network: nn.Module, device: torch.device) -> None:
-    """Fuses the decoder layers of a GPU model for the numbers of tokens where it is faster."""
+    """Fuses the decoder layers of a GPU model for the numbers of tokens where it is faster.
+
+    Their kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
+    and that is faster again.
+    """
     if device.type != "cuda" or not triton.usable():
         return
     layers = fusible(network)
     if layers:
-        fuse(layers, _faster(layers[:_TIMED_LAYERS]))
+        choice = measured(layers[:_TIMED_LAYERS])
+        overlap.use(choice.overlap)
+        fuse(layers, choice.tokens)
 
 
 def fusible(network: Any) -> list[Any]:
@@ -220,14 +227,53 @@ def _attend(
     return out[0].transpose(0, 1)
 
 
-def _faster(layers: Sequence[Any]) -> frozenset[int]:
-    """The numbers of tokens for which fused layers take less time than transformers' own code.
+class Choice(NamedTuple):
+    """The numbers of tokens whose layers are fused, and whether their kernels overlap."""
 
-    Attention, which is the same in both, is left out. Nothing where a kernel cannot be compiled.
+    tokens: frozenset[int]
+    overlap: bool
+
+
+def measured(layers: Sequence[Any]) -> Choice:
+    """What is faster for these layers than transformers' own code.
+
+    Attention, which is the same in all, is left out. Nothing where a kernel cannot be compiled.
     """
-    like, width = layers[0].self_attn.q_proj.weight, layers[0].self_attn.q_proj.in_features
+    try:
+        with torch.cuda.device(layers[0].self_attn.q_proj.weight.device):
+            return _measured(layers)
+    except Exception as error:  # noqa: BLE001 - another Triton: transformers' code computes
+        warnings.warn(
+            f"decode steps take more launches than they could, fused layers failed: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Choice(frozenset(), overlap=False)
 
-    def stock(x: Tensor) -> Tensor:
+
+@torch.no_grad()
+def _measured(layers: Sequence[Any]) -> Choice:
+    like, width = layers[0].self_attn.q_proj.weight, layers[0].self_attn.q_proj.in_features
+    inputs = {tokens: torch.randn(tokens, width).to(like) for tokens in _TOKENS}
+    ways: dict[bool, Callable[[Tensor], Tensor]] = {False: functools.partial(_fused, layers, False)}
+    overlapped = functools.partial(_fused, layers, True)
+    if overlap.is_possible() and all(
+        torch.equal(overlapped(x), ways[False](x)) for x in inputs.values()
+    ):
+        ways[True] = overlapped
+    times = {
+        tokens: _medians([functools.partial(way, x) for way in (_stock(layers), *ways.values())])
+        for tokens, x in inputs.items()
+    }
+    best = min(range(len(ways)), key=lambda i: sum(spent[1 + i] for spent in times.values()))
+    faster = (n for n, (stock, *fused) in times.items() if fused[best] < _CLEARLY * stock)
+    return Choice(frozenset(faster), overlap=[*ways][best])
+
+
+def _stock(layers: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """Everything in these layers except attention and RoPE, by transformers' modules."""
+
+    def run(x: Tensor) -> Tensor:
         for layer in layers:
             of, normed = layer.self_attn, layer.input_layernorm(x)
             query, _, _ = of.q_proj(normed), of.k_proj(normed), of.v_proj(normed)
@@ -235,30 +281,17 @@ def _faster(layers: Sequence[Any]) -> frozenset[int]:
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x
 
-    def fused(x: Tensor) -> Tensor:
+    return run
+
+
+def _fused(layers: Sequence[Any], overlapped: bool, x: Tensor) -> Tensor:
+    """The same by `decoder_layer`."""
+    with overlap.using(overlapped):
         for layer in layers:
             x = decoder_layer(layer, x, lambda query, key, value: query)
-        return x
-
-    faster = set()
-    try:
-        for tokens in _TOKENS:
-            x = like.new_ones(tokens, width)
-            with torch.cuda.device(like.device):
-                times = _medians([functools.partial(work, x) for work in (stock, fused)])
-            if times[1] < _CLEARLY * times[0]:
-                faster.add(tokens)
-    except Exception as error:  # noqa: BLE001 - another Triton: transformers' code computes
-        warnings.warn(
-            f"decode steps take more launches than they could, fused layers failed: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return frozenset()
-    return frozenset(faster)
+    return x
 
 
-@torch.no_grad()
 def _medians(works: Sequence[Callable[[], Tensor]]) -> list[float]:
     """The median time in ms of each, interleaved, as replayed CUDA graphs."""
     graphs = []
