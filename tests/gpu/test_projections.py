@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from tests.gpu.operands import (
     INTERPRETED,
     MARKS,
     PAGE,
+    TOLERANCE,
+    Cache,
+    cases,
     run,
 )
 from tests.oracle import Array, float64
@@ -38,7 +42,8 @@ def _overlapped(request: pytest.FixtureRequest) -> Iterator[None]:
 
 #: Tokens, width, rows of each weight: one and several columns at a time, and what fits into none.
 SIZES = ((1, 256, (17, 5, 6)), (2, 300, (1, 9)), (3, 24, (8,)), (4, 1024, (4, 4, 3)))
-#: A token more than there are kernels for.
+#: The most tokens of a kernel, and a case of one more.
+MOST_TOKENS = 4
 MANY = ((5, 40, (6, 2)),)
 EPSILON = 1e-5
 
@@ -186,3 +191,34 @@ def test_rope_into_pages_of_8_bits_and_values_of_another_size() -> None:
             continue
         for ours, twin in zip((*found, *pages), (*wanted, *wanted_pages), strict=True):
             torch.testing.assert_close(ours, twin, rtol=1e-6, atol=1e-6)
+
+
+@cases(((1, 2, 16, 16),))
+def test_attention_between_them(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Products, RoPE and attention of a layer, again and again, each as soon as it may start."""
+    cache, (heads, group, dim, _) = Cache(shape, dtype), shape
+    lengths, table = cache.lengths[:MOST_TOKENS], cache.table[:MOST_TOKENS]
+    count, width = len(lengths), heads * group * dim
+    given = Operands(count, width, dtype)
+    weight, (cos, sin) = given.weight(width), given.draw(2, count, dim)
+    last = lengths.long() - 1
+    slots = table.gather(1, (last // PAGE)[:, None])[:, 0].long() * PAGE + last % PAGE
+    key, value = (given.draw(count, heads, dim) for _ in range(2))
+
+    def steps(call: Callable[..., Any]) -> Tensor:
+        x = given.x
+        for _ in range(2):
+            (query,) = call("norm_linears", x, given.norm, (weight,), (None,))
+            new = query.unflatten(1, (-1, dim)), key, value, cos, sin, slots
+            query, _ = call("apply_rope_and_append", cache.keys, cache.values, *new)
+            paged = (query, cache.keys, cache.values, table, lengths)
+            out = call("attend", paged, scale=cache.scale).flatten(1)
+            x = call("linear_add", out, weight, None, x)
+        return x
+
+    found = steps(run)
+    if COMPILED:
+        return
+    wanted = steps(lambda name, *rest, **more: getattr(reference, name)(*rest, **more))
+    difference = (found - wanted).float().abs().max()
+    assert difference <= 8 * TOLERANCE[dtype] * wanted.float().abs().max()
