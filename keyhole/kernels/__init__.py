@@ -27,6 +27,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     add_received     the attention that tokens receive from later queries
     represent_blocks the mean key of the tokens of a block that received most attention
     block_scores     a query's score on blocks of pages, by their representative keys
+    pool_keys        the largest, smallest and mean numbers of the keys of a page
     between_ends     the first and last pages, and those of selected blocks between them
     block_pages      the pages of selected blocks
     form_clusters    k-means of some keys of a sequence; centroids and clusters into its pages
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
         most_observed,
         observed_attention,
         outlier_chunks,
+        pool_keys,
         prompt_scores,
         read_kept,
         redundancy_scores,
@@ -202,6 +204,7 @@ __all__ = [
     "pack",
     "packed_linear",
     "page_bounds",
+    "pool_keys",
     "prefill",
     "prompt_scores",
     "quantise",

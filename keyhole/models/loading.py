@@ -42,7 +42,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, GATE_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -297,6 +297,7 @@ def _model(
         defaults=network.generation_config.to_dict(),
         calibration=calibration if calibration.is_file() else None,
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
+        gate=folder / GATE_FOLDER if (folder / GATE_FOLDER).is_dir() else None,
         stability=stability if stability.is_file() else None,
         draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,
