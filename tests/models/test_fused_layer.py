@@ -140,15 +140,16 @@ def test_only_the_measured_numbers_of_tokens_are_fused(tmp_path: Path, counted: 
     assert fused_layer.fused_tokens(model.network) == [2]
 
 
+@pytest.mark.parametrize("hooked", ["self_attn", "mlp", "mlp.down_proj"])
 def test_layers_with_hooks_or_other_weights_go_through_transformers(
-    tmp_path: Path, counted: list[int]
+    tmp_path: Path, counted: list[int], hooked: str
 ) -> None:
     model = plain(make_model("llama", tmp_path))
     layers = fused_layer.fusible(model.network)
     fused_layer.fuse(layers, ALL)
     seen: list[int] = []
-    projection = layers[1].mlp.down_proj
-    handle = projection.register_forward_hook(lambda *given: seen.append(len(given[2][0])))
+    projection, part = layers[1].mlp.down_proj, layers[1].get_submodule(hooked)
+    handle = part.register_forward_hook(lambda *given: seen.append(given[2][0].shape[-2]))
     logits(model, make_policy("full", {}), 1)
     assert 1 in seen
     steps = counted.count(1)

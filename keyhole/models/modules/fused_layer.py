@@ -175,16 +175,15 @@ def _fits(layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: Batch)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether nothing else than the weights is in a layer's linear layers: no adapter, no hook."""
+    """Whether a layer has plain linear layers, without adapters, and no hooks on its parts."""
     of, mlp = layer.self_attn, layer.mlp
     linears: tuple[Any, ...] = of.q_proj, of.k_proj, of.v_proj, of.o_proj
     linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return all(
-        type(linear) is nn.Linear
-        and type(linear.weight) is nn.Parameter
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        for linear in linears
+    plain = all(
+        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears
     )
+    parts = (part for child in layer.children() for part in child.modules())
+    return plain and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def is_known(cls: type[nn.Module], config: Any) -> bool:
