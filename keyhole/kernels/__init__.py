@@ -57,7 +57,11 @@ operation, so that a policy, its settings and `--help` need no torch.
     shift_rope       shift rotated keys and queries to other positions
     load_missing     copy the selected tokens or pages that a buffer lacks into it
     apply_rope       apply RoPE to queries and keys of new tokens
+    apply_rope_and_append  the same, writing keys and values into pages
     linear           a linear layer for the few tokens of a decode step
+    norm_linears     several linear layers of one input, after its RMS norm
+    norm_swiglu      the SwiGLU product of gate and up projections, after an RMS norm
+    linear_add       a linear layer and the residual
     pack, unpack     a weight in 4 or 8 bits, and back
     packed_linear    the same layer with such a weight
 
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from keyhole.kernels.operations import (
         append,
         apply_rope,
+        apply_rope_and_append,
         attend,
         attend_and_score,
         backend,
@@ -119,7 +124,10 @@ if TYPE_CHECKING:
         bound_scores,
         head_scores,
         linear,
+        linear_add,
         load_missing,
+        norm_linears,
+        norm_swiglu,
         packed_linear,
         page_bounds,
         prefill,
@@ -154,6 +162,7 @@ __all__ = [
     "antidiagonal_scores",
     "append",
     "apply_rope",
+    "apply_rope_and_append",
     "attend",
     "attend_and_score",
     "attend_and_score_chosen",
@@ -185,8 +194,11 @@ __all__ = [
     "kept",
     "last_queries",
     "linear",
+    "linear_add",
     "load_missing",
     "most_observed",
+    "norm_linears",
+    "norm_swiglu",
     "observed_attention",
     "outlier_chunks",
     "pack",

@@ -50,6 +50,7 @@ from keyhole.models.modules import (
     sequence_adapters,
     sequence_rope,
 )
+from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
@@ -278,6 +279,7 @@ def _model(
     indexer.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
+    fuse_layers(network, place)
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
     max_length, reason = families.max_length(config, rope)
     folder = Path(name)
