@@ -472,9 +472,8 @@ class LLM:
         return [result_of(sequence) for sequence in sequences]
 
     def _stream(self, sequence: Sequence) -> Iterator[Piece]:
-        given = 0
+        given, done = 0, False
         try:
-            done = False
             while not done:
                 with self.engine.lock:
                     # A step of another stream may have brought something.

@@ -20,7 +20,6 @@ from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
-from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fair_lock import FairLock
 from keyhole.engine.head_runner import HeadRunner, load_head
@@ -88,7 +87,6 @@ class Engine:
         self._given, self.policy = policy, requested(policy, policy, self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
-        self.hot_blocks = HotBlocks(config.hot_document_bytes or 0)
         # Other engines' prompts are exact, or computed under another policy.
         copies = copies if self.prefill_policy is None else None
         num_draft_tokens = 0 if config.draft is None else config.num_draft_tokens
@@ -132,7 +130,7 @@ class Engine:
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill, config)
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
@@ -306,14 +304,8 @@ class Engine:
     def _document_prefill(self, under: RequestPolicy) -> DocumentPrefill:
         made = self._document_prefills.get(under)
         if made is None:
-            shared = (
-                self.config.prefill_chunk,
-                self.pace,
-                self.head_runner,
-                self.prefix,
-                self.hot_blocks,
-            )
-            made = DocumentPrefill(self.model, self.cache, under.policy, *shared)
+            shared = (self.config.prefill_chunk, self.pace, self.head_runner, self.prefix)
+            made = DocumentPrefill(self.model, self.cache, under.policy, *shared, self.filler.hot)
             if under in self._runners:
                 self._document_prefills[under] = made
         return made

@@ -62,7 +62,7 @@ def test_answers_are_bitwise_those_without_a_cache(
         assert found.tokens == wanted.tokens
         for one, other in zip(found.logits, wanted.logits, strict=True):
             assert torch.equal(one, other)
-        assert cached.engine.hot_blocks.num_bytes <= most
+        assert cached.engine.filler.hot.num_bytes <= most
     read = found.stats().store_bytes_read
     assert read is not None
     assert read == 0 if most > 3000 else read > 0
