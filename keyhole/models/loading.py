@@ -35,10 +35,9 @@ from keyhole.models import checkpoint, families
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.locate import (
-    TINY,
     ModelFiles,
+    bundled_name,
     ignored_adapter,
-    is_tiny,
     locate,
     named,
 )
@@ -131,8 +130,9 @@ def load_files(
     if found.adapter is not None:
         network = merged(network, found.adapter, name)
     network = _moved(network, place, shown)
-    if is_tiny(name):
-        _say_it_is_a_demonstration()
+    bundled = bundled_name(name)
+    if bundled is not None:
+        _say_it_is_a_demonstration(bundled)
     words = _tokenizer(found) if tokenizer is None else tokenizer
     model = _model(name, network, place, words, wanted, adapters)
     if found.adapter is not None:
@@ -306,9 +306,9 @@ def _model(
 
 
 @functools.cache  # once
-def _say_it_is_a_demonstration() -> None:
+def _say_it_is_a_demonstration(name: str) -> None:
     logging.getLogger("keyhole").warning(
-        "%r is a demonstration model: it reads the little language of its tasks, not English", TINY
+        "%r is a demonstration model: it reads the little language of its tasks, not English", name
     )
 
 

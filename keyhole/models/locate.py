@@ -32,10 +32,13 @@ from keyhole.errors import ConfigError, ModelError, UnknownNameError
 #: The name of the bundled model; a folder of this name is "./tiny".
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).parent / "tiny" / "keyhole-tiny"
+#: A second one for comparisons: of the same world, and resolves two facts in one step.
+TINY_HOPS = "tiny-hops"
+_BUNDLED = {TINY: TINY_FOLDER, TINY_HOPS: TINY_FOLDER.with_name("keyhole-hops")}
 
 
 def named(model: object) -> str:
-    """A folder or hub id as text; the bundled model's folder for its name.
+    """A folder or hub id as text; a bundled model's folder for its name.
 
     ConfigError for an invalid name: None, empty text, an object.
     """
@@ -45,12 +48,18 @@ def named(model: object) -> str:
             f"model {what} names no model: give a folder, a hub id such as "
             f"'meta-llama/Llama-3.2-1B', or {TINY!r} for the bundled demonstration model"
         )
-    return str(TINY_FOLDER if str(model) == TINY else model)
+    return str(_BUNDLED.get(str(model), model))
+
+
+def bundled_name(model: str | Path) -> str | None:
+    """The name of a bundled model, given by its name or its folder; None for any other."""
+    folder = Path(named(model)).resolve()
+    return next((name for name, own in _BUNDLED.items() if own.resolve() == folder), None)
 
 
 def is_tiny(model: str | Path) -> bool:
-    """Whether this is the bundled model, by its name or its folder."""
-    return Path(named(model)).resolve() == TINY_FOLDER.resolve()
+    """Whether this is a bundled model, by its name or its folder."""
+    return bundled_name(model) is not None
 
 
 ADAPTER = "adapter_config.json"

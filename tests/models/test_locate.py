@@ -41,6 +41,7 @@ def test_the_bundled_model_has_one_name_and_says_once_what_it_is(
     assert "a demonstration model: it reads the little language of its tasks" in line
     assert checkpoint.read("tiny").folder == Path(keyhole.tiny())
     assert is_tiny("tiny")
+    assert is_tiny("tiny-hops")
     assert not is_tiny("nowhere/tiny")
 
 

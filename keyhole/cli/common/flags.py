@@ -203,7 +203,7 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
 
 def is_bundled(model: str | None) -> bool:
-    """Whether the model is the bundled one, which is the default."""
+    """Whether the model is a bundled one; the default is."""
     return model is None or is_tiny(model)
 
 
