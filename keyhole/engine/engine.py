@@ -47,6 +47,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
+from keyhole.models import device_map
 from keyhole.models.model import Model
 from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
@@ -83,10 +84,11 @@ class Engine:
             config, copies = recurrent_layers.settings(model.name, config), None
         self.lock = FairLock()
         self.model = model
-        self.config = config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
         self._given, self.policy = policy, policy.resolve(self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
+        place = model.layer_devices, self.policy, self.geometry
+        self.config = config = device_map.settings(*place, config)
         self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
         # Other engines' prompts are exact, or computed under another policy.
         copies = copies if self.prefill_policy is None else None
@@ -197,6 +199,7 @@ class Engine:
         for known in self._runners:
             if known.policy == made:
                 return known
+        device_map.settings(self.model.layer_devices, made, self.geometry, self.config)
         if self.drafting is not None:
             head = None if self.head_runner is None else self.head_runner.head
             require_exact(made, self.geometry, head, self.config)
