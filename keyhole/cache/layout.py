@@ -19,7 +19,9 @@ class LayerLayout:
 
     With `shared_values` (MLA's latents) a value is the first `value_dim` numbers of its key and is
     not stored a second time. A `chunked` layer reads from the last position that is a multiple of
-    `window`, a sliding one the last `window` tokens.
+    `window`, a sliding one the last `window` tokens. With `index_topk` the model's own indexer
+    selects that many tokens; its key is the last `index_dim` numbers of a key, which attention does
+    not read, or 0 of them in a layer that reads what an earlier one selected.
     """
 
     num_kv_heads: int
@@ -30,12 +32,19 @@ class LayerLayout:
     chunked: bool = False
     num_query_heads: int = 0  # for a policy's data per query head; 0 without any
     scale_bytes: int = 0  # after every key and every value of 8-bit numbers; else 0
+    index_topk: int | None = None
+    index_dim: int = 0
     alibi: bool = False  # keys end with numbers of their position, which 8 bits would round
 
     @property
     def key_row(self) -> int:
         """Elements of a stored key: its numbers, and the bytes of their scale."""
         return self.key_dim + self.scale_bytes
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the model itself reads all tokens in this layer."""
+        return self.window is None and self.index_topk is None
 
     @property
     def value_row(self) -> int:
@@ -81,8 +90,13 @@ class Geometry:
 
     @property
     def full_attention(self) -> tuple[int, ...]:
-        """Layers without a sliding window: the only ones that a policy selects for."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.window is None)
+        """Layers without a window or an indexer: the only ones that a policy selects for."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.reads_all)
+
+    @property
+    def index_topk(self) -> int | None:
+        """How many tokens the indexers of the model select; None for a model without any."""
+        return next((layer.index_topk for layer in self.layers if layer.index_topk), None)
 
     @property
     def token_bytes(self) -> int:
@@ -127,6 +141,7 @@ _LOGIT_BYTES = 8
 #: A process holds about twice the live memory of a step, since allocators retain freed memory:
 #: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
 _KEPT_BY_ALLOCATOR = 2
+_SCORE_BYTES = 4
 #: A buffer slot stores its token, per head, as an int32.
 _ENTRY_BYTES = 4
 
@@ -154,14 +169,16 @@ def memory_model(
     token_budget: int,
     prefill_chunk: int,
     page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
+    num_scores: int = 0,
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
 ) -> MemoryModel:
     """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
-    shapes of side data per page, of all layers and of the head. movable: layers that the policy can
-    offload; None: all that can be. num_heads: as for `layer_memory`.
+    shapes of side data per page, of all layers and of the head. num_scores: float32 scores of a
+    token, which a step has for all tokens at once. movable: layers that the policy can offload;
+    None: all that can be. num_heads: as for `layer_memory`.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -178,13 +195,14 @@ def memory_model(
         weight_bytes=size.weight_bytes,
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
+        score_token_bytes=_SCORE_BYTES * num_scores,
         request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:
-    """The memory of each layer. Layers with a sliding window stay resident.
+    """The memory of each layer. Layers with a sliding window or an indexer stay resident.
 
     num_heads: lists of a selection where there are more than KV heads, as for `ResidentBuffer`.
     """
@@ -193,7 +211,7 @@ def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[Laye
             token_bytes=layer.numbers_per_token * geometry.kv_itemsize,
             slot_bytes=(num_heads or layer.num_kv_heads)
             * (layer.numbers_per_head * geometry.kv_itemsize + _ENTRY_BYTES),
-            movable=layer.window is None,
+            movable=layer.reads_all,
         )
         for layer in geometry.layers
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
-from keyhole.documents.reader import StoredDocument, header_of
-from keyhole.documents.record import read_header, read_statistics
+from keyhole.documents.reader import MEMORY_BYTES, StoredDocument, VerifiedRecords
+from keyhole.documents.record import read_header
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.errors import ConfigError, UnknownNameError
@@ -36,6 +36,7 @@ class DocumentLookup:
         self._place = open_storage(place)
         self._fingerprint = dict(fingerprint)
         self._model = model_of(fingerprint)
+        self._verified = VerifiedRecords(self._fingerprint, MEMORY_BYTES)
 
     def check_model(self) -> None:
         """ConfigError if all records belong to other models; an empty store is valid."""
@@ -71,26 +72,25 @@ class DocumentLookup:
 
         RecordError for a record that is damaged, missing, or another model's.
         """
-        record = record_file(digest, self._model)
+        file = record_file(digest, self._model)
         try:
-            reader = self._place.reader(f"records/{record}")
+            reader = self._place.reader(f"records/{file}")
         except FileNotFoundError:
             raise self._absent(name, digest) from None
         except OSError as error:
             raise self._unreadable(error) from error
         try:
-            header = header_of(reader, digest, self._fingerprint)
-            small = read_statistics(reader, header)
+            record = self._verified.read(reader, digest)
         except RecordError as error:
             reader.close()
             raise error.of(name) from error
         info = DocumentInfo(
             name=name,
-            tokens=header.tokens,
-            block_size=header.block_size,
+            tokens=record.header.tokens,
+            block_size=record.header.block_size,
             size_bytes=reader.size,
-            created=header.created,
-            last_used=header.created,
+            created=record.header.created,
+            last_used=record.header.created,
             hits=0,
             pinned=False,
             digest=digest,
@@ -98,7 +98,7 @@ class DocumentLookup:
             encoded=True,
             metadata={},
         )
-        return StoredDocument(info, header, small, reader, _NoLease())
+        return StoredDocument(info, record, reader, _NoLease())
 
     def _absent(self, name: str, digest: str) -> RecordError:
         """The error for a missing record: other models have one, or none has."""

@@ -64,6 +64,7 @@ def allocate(
             policy,
             model_size(model, head if draft is None else draft),
             data,
+            config_of_head,
             layers=() if config.offload is None else movable(geometry, policy),
             requests=num_rows,
             prefill_chunk=config.prefill_chunk,

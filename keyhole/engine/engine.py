@@ -80,12 +80,11 @@ class Engine:
         head: RetrievalHead | None = None,
         copies: SharedPromptCache | None = None,
     ) -> None:
-        if model.is_hybrid:
-            config, copies = recurrent_layers.settings(model.name, config), None
+        copies = None if model.is_hybrid else copies  # which have no recurrent state
         self.lock = FairLock()
         self.model = model
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
-        self._given, self.policy = policy, policy.resolve(self.geometry)
+        self._given, self.policy = policy, requested(policy, policy, self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         place = model.layer_devices, self.policy, self.geometry
         self.config = config = device_map.settings(*place, config)
@@ -103,7 +102,7 @@ class Engine:
             config, copies, head = replace(config, graphs=False), None, draft.head
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
-        self.recurrent = recurrent_layers.new_state(model.network, config.max_batch)
+        self.recurrent = recurrent_layers.new_state(model.name, model.network, config)
         wanted = config.graphs and self.policy.capturable is True and self.recurrent is None
         recorder = make_recorder(model.device) if wanted else None
         self.offloader: LayerOffloader | None = None
@@ -130,6 +129,7 @@ class Engine:
             max_length=self.max_length,
             known=self._known,
             pace=self.pace,
+            recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
@@ -195,7 +195,7 @@ class Engine:
         """
         if policy is None:
             return self._own
-        made = requested(policy, self._given, self.geometry.num_layers).resolve(self.geometry)
+        made = requested(policy, self._given, self.geometry)
         for known in self._runners:
             if known.policy == made:
                 return known
