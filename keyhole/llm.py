@@ -458,9 +458,8 @@ class LLM:
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
-        bar = tqdm(total=len(left), unit="request", disable=None if len(left) > 1 else True)
         try:
-            with bar:
+            with tqdm(total=len(left), unit="request", disable=len(left) < 2 or None) as bar:
                 while left:
                     with self.engine.lock:
                         # Steps of other threads may have finished some.

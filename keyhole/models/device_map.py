@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
+from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 
 #: What `LLM(device_map=)` takes.
@@ -142,13 +143,13 @@ def place_layers(
 
 
 def settings(
-    layers: Sequence[torch.device] | None, policy: Policy, geometry: Geometry, config: EngineConfig
+    model: Model, policy: Policy, geometry: Geometry, config: EngineConfig
 ) -> EngineConfig:
     """The settings of an engine, without CUDA graphs if layers are on several devices.
 
     ConfigError for what does not run then, because its data is on one.
     """
-    if layers is None:
+    if model.layer_devices is None:
         return config
     named = {
         "offload": config.offload,
@@ -159,6 +160,10 @@ def settings(
     for name, value in named.items():
         if value is not None:
             raise ConfigError(f"{name} {value!r} cannot be used with device_map; leave one out")
+    if any(layer.index_topk is not None for layer in geometry.layers):
+        raise ConfigError(
+            "device_map cannot be used with a model whose layers select tokens by an indexer"
+        )
     of_sequences = policy.sequence_state(geometry) | policy.sequence_numbers(geometry)
     evicts = policy.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
     if policy.wants_head or of_sequences or evicts or policy.shifts_keys:

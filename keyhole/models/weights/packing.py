@@ -29,6 +29,8 @@ from keyhole.models.weights.weight_format import WeightFormat
 _FEW = 32
 #: Weights that are unpacked at a time: in 16 bits they stay in a processor's cache.
 _AT_ONCE = 1 << 20
+#: Weights of blocks whose scales are expanded at a time: a megabyte, which stays in a cache.
+_SCALED_AT_ONCE = 1 << 22
 #: Inputs of a layer must be a multiple of this, and of the group size.
 BLOCK = 64
 #: Layers whose outputs choose experts, and those whose weights attention uses itself (MLA).
@@ -125,8 +127,17 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, with the weights exactly as stored."""
-        bias = None if self.bias is None else self.bias.float()
-        return kernels.packed_linear(input.float(), self.packed, bias).to(input.dtype)
+        x, bias = input.float(), None if self.bias is None else self.bias.float()
+        step = max(1, _SCALED_AT_ONCE // self.in_features)
+        parts = [
+            kernels.packed_linear(
+                x,
+                self.rows(slice(first, first + step)),
+                None if bias is None else bias[first : first + step],
+            )
+            for first in range(0, self.out_features, step)
+        ]
+        return torch.cat(parts, -1).to(input.dtype)
 
 
 class BlockEmbedding(_Blocks, PackedEmbedding):  # type: ignore[override]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keyhole import kernels
+from keyhole.models.weights import packing
 from keyhole.models.weights.blocks import FORMATS, BlockWeight
 from keyhole.models.weights.packing import BlockEmbedding, BlockLinear, replace_weight
 from tests.models.test_gguf import drawn
@@ -86,6 +87,14 @@ def test_few_and_many_tokens_use_the_same_weight(tokens: int, dtype: torch.dtype
     error = (found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert error < (1e-6 if dtype == torch.float32 else 0.01)
     assert torch.equal(layer.weight, numbers.to(dtype))
+
+
+def test_scales_are_expanded_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = linear("Q4_0", torch.float32)
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    whole = layer(x)
+    monkeypatch.setattr(packing, "_SCALED_AT_ONCE", 512 * 7)
+    torch.testing.assert_close(layer(x), whole)
 
 
 def test_an_embedding_looks_up_rows_of_its_dtype() -> None:
