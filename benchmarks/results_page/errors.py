@@ -24,6 +24,7 @@ _HIDDEN = {
     "clusterkv": "tokens whose cluster's mean says little of them",
     "shadowkv": "chunks whose mean key says little of them; of the others of the prompt it reads "
     "keys of low rank",
+    "seer_attention_r": "pages whose gate score is lower than that of others",
     "spe_context": "tokens that the retrieval head does not point at, in all layers alike",
 }
 _HEADS = (

@@ -31,6 +31,7 @@ from keyhole.models.model import Model
 from keyhole.planner import MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 
 # Share of the free memory that the KV cache may use when no limit is given. The rest is left for
@@ -48,6 +49,7 @@ def allocate(
     num_rows: int,
     reserved: int = 0,
     draft: DraftModel | None = None,
+    gate: SeerGate | None = None,
 ) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache and, with `config.offload`, its layer offloader.
 
@@ -62,7 +64,7 @@ def allocate(
         memory = memory_of(
             geometry,
             policy,
-            model_size(model, head if draft is None else draft),
+            model_size(model, head if draft is None else draft, gate),
             data,
             config_of_head,
             layers=() if config.offload is None else movable(geometry, policy),

@@ -39,13 +39,13 @@ def page_data(
     return [*data, HeadRunner.page_data(head, geometry.page_size, drafts=drafts)]
 
 
-def model_size(model: Model, head: nn.Module | None) -> ModelSize:
+def model_size(model: Model, *selecting: nn.Module | None) -> ModelSize:
     """The size of a loaded model; tied weights and stored buffers count once.
 
-    head: its retrieval head, or a whole draft model.
+    selecting: its retrieval head, or a whole draft model; its gate; None: without one.
     """
     stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
-    own = [] if head is None else head.parameters()
+    own = [x for part in selecting if part is not None for x in part.parameters()]
     return ModelSize(
         weight_bytes=sum(stored.values()),
         head_weight_bytes=sum(x.nbytes for x in own),

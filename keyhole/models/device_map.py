@@ -166,7 +166,7 @@ def settings(
         )
     of_sequences = policy.sequence_state(geometry) | policy.sequence_numbers(geometry)
     evicts = policy.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
-    if policy.wants_head or of_sequences or evicts or policy.shifts_keys:
+    if policy.wants_head or policy.wants_gate or of_sequences or evicts or policy.shifts_keys:
         raise ConfigError(
             f"policy {policy.name!r} cannot be used with device_map: it keeps data of sequences "
             "on one device; use full, quest or delta"
