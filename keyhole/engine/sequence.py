@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from keyhole.cache.packing import Packing
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
 from keyhole.engine.read_trace import ReadTrace, TokenReads
@@ -126,7 +127,8 @@ class Sequence:
     that a dense prefill would read, summed over layers, blocks of queries and heads.
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
     has of them and of what stands between, by place; None: everything. packing: the positions of
-    these places (`cache/packing.py`), if they differ.
+    these places (`cache/packing.py`), if they differ. unpaged: the retrieval head's keys of its
+    tokens without a page.
     reused: what they cost. filling: what brings them into pages, from its beginning until the
     sequence runs.
     bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
@@ -167,6 +169,7 @@ class Sequence:
     blocks_before: int = 0
     kept: Tensor | None = None
     packing: Packing | None = None
+    unpaged: UnpagedTokens | None = None
     reused: Reused | None = None
     filling: Filling | None = None
     slot: int = -1
@@ -198,6 +201,13 @@ class Sequence:
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
         self.trace = ReadTrace(self.num_prompt) if self.params.trace else None
+
+    def forget_pages(self) -> None:
+        """Empties the page list, whose pages were released, and what belongs to it."""
+        self.pages, self.kept, self.leaving, self.packing = [], None, [], None
+        if self.unpaged is not None:
+            self.unpaged.release()
+            self.unpaged = None
 
     @property
     def reads(self) -> list[TokenReads] | None:
