@@ -499,8 +499,7 @@ class LLM:
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; RequestError for what is none, or is empty."""
-        ids = given_ids("a prompt", prompt)
-        if ids is not None:
+        if (ids := given_ids("a prompt", prompt)) is not None:
             return ids
         assert isinstance(prompt, str)
         return self._encode(prompt, special=True)
