@@ -342,7 +342,7 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "compute a shared prefix once")
     prefix_store: str | None = setting(
-        None, "folder in which the starts of prompts survive a restart; None: they do not"
+        None, "folder in which cached prefixes survive a restart; None: they do not"
     )
     prefix_store_bytes: int | None = setting(
         None, "the most that they may take there; None: no limit"
@@ -362,7 +362,7 @@ class EngineConfig:
     draft: str | None = setting(
         None,
         "propose tokens, checked together in one step: ngram copies earlier text, eagle3 runs the "
-        "draft model beside the weights, eagle3:FOLDER another; None: no",
+        "draft model next to the weights, eagle3:FOLDER another one; None: no",
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
     kv_dtype: str = setting(

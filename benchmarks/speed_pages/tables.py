@@ -57,7 +57,7 @@ def kernels(line: Line) -> list[str]:
         others = [f"{name}: {r['ms']:.3g}" for name, r in found.items() if name not in paths]
         cells = [_rate(found[name]) if name in found else "" for name in paths]
         rows.append([f"`{_RENAMED.get(op, op)}`", about, *cells, "; ".join(others)])
-    heads = ["operation", "on", *(f"`{path}`" for path in paths), "beside it"]
+    heads = ["operation", "on", *(f"`{path}`" for path in paths), "for comparison"]
     return [
         "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
         f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
