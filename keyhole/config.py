@@ -237,8 +237,10 @@ class SamplingParams:
         "JSON schema or Lark grammar that the text follows; needs keyhole[serve]",
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
-    logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
-    trace: bool = setting(False, "give which tokens each layer read for every generated token")
+    logprobs: int | None = setting(
+        None, "return log-probabilities of the top k tokens and of the chosen one"
+    )
+    trace: bool = setting(False, "record which tokens each layer reads for every generated token")
     adapter: str | None = setting(
         None, "LoRA adapter of the request, one of those of the LLM; None: the model alone"
     )
@@ -349,7 +351,7 @@ class EngineConfig:
     )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
-        None, "instead of memory: bytes for weights, KV cache and what a step computes with"
+        None, "instead of memory: bytes for weights, KV cache and working memory of a step"
     )
     offload: str | None = setting(
         None, "folder for layers that do not fit; on a GPU any value enables RAM offload"
@@ -357,7 +359,7 @@ class EngineConfig:
     max_prefill_share: float = setting(
         0.5, "of a step's prompt tokens, the most that one prompt takes while others wait"
     )
-    graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
+    graphs: bool = setting(True, "on a GPU, replay decode steps as CUDA graphs where possible")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
     draft: str | None = setting(
         None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.memory import page_data
+from keyhole.engine.allocation import page_data
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
 from keyhole.models.model import Model
 from keyhole.planner import MemoryModel

@@ -20,6 +20,7 @@ from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig
+from keyhole.engine.allocation import Demand
 from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Filling, Pace
 from keyhole.engine.request import RequestPolicy
@@ -69,14 +70,6 @@ class SchedulerOutput:
         for sequence, count in self.chunks:
             parts[sequence.under].chunks.append((sequence, count))
         return parts
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The pages that running sequences hold, and how many more they may need until they end."""
-
-    pages: set[int]
-    growth: int
 
 
 class Scheduler:

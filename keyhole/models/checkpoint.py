@@ -260,7 +260,7 @@ def _headers(folder: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > _LONGEST_HEADER:
-                raise ModelError(f"{path.name!r} is damaged: it is no safetensors file")
+                raise ModelError(f"{path.name!r} is damaged: it is not a safetensors file")
             header: dict[str, Any] = json.loads(file.read(size))
         header.pop("__metadata__", None)
         yield header

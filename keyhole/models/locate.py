@@ -228,7 +228,7 @@ def _head(name: str, file: str) -> Any:
 def _unknown(name: str, error: Exception) -> ModelError:
     """The error for a name that is neither a folder nor a model on the hub."""
     return ModelError(
-        f"unknown model {name!r}: it is no folder{_nearest(Path(name))}, it is not in the hub's "
+        f"unknown model {name!r}: it is not a folder{_nearest(Path(name))}, it is not in the hub's "
         f"local cache, and {_why(error)}"
     )
 
@@ -245,7 +245,7 @@ def _why(error: Exception) -> str:
             "model that it was made of"
         )
     if isinstance(error, HFValidationError):
-        return "it is no hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
+        return "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to ask the hub"
     line = (str(error).strip().splitlines() or ["no message"])[0]

@@ -96,7 +96,7 @@ class Reuse:
     exact: ClassVar[bool] = False
     #: True if every layer has all tokens of all documents afterwards.
     keeps_all: ClassVar[bool] = False
-    #: True if `plan` looks at the facts of all layers, which are read layer by layer before it.
+    #: True if `plan` uses the facts of all layers, which are then read before it, layer by layer.
     reads_facts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

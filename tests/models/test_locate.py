@@ -112,7 +112,7 @@ def test_the_local_cache_serves_while_the_hub_does_not_answer(
 def test_without_the_hub_the_line_says_so() -> None:
     with pytest.raises(ModelError, match="not in the hub's local cache, and HF_HUB_OFFLINE"):
         locate("some/body")
-    with pytest.raises(ModelError, match="it is no hub id, which is a name such as"):
+    with pytest.raises(ModelError, match="it is not a hub id, which is a name such as"):
         locate("some/deep/path")
 
 
