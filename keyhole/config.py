@@ -378,7 +378,7 @@ class EngineConfig:
 
     @property
     def draft_folder(self) -> str | None:
-        """The draft model's folder or hub id; None: the one beside the weights."""
+        """The draft model's folder or hub id; None: the one next to the weights."""
         return (self.draft or "").partition(":")[2] or None
 
     def __post_init__(self) -> None:

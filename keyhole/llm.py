@@ -110,7 +110,7 @@ class LLM:
         decode steps on a GPU are repeated as CUDA graphs, where possible. max_length: Most tokens
         of a sequence; by default the model's limit. draft: What proposes tokens that one step
         checks together: "ngram" (what followed the newest
-            tokens where they occurred before), "eagle3" (the draft model beside the weights),
+            tokens where they occurred before), "eagle3" (the draft model next to the weights),
             "eagle3:FOLDER" (another one), or None. Results do not change, except under SpeContext
             with a draft model, which then chooses once for the tokens that a step checks.
         num_draft_tokens: Most proposed tokens of a request in a step.
@@ -159,7 +159,7 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
-            right = f"left out beside prefix_cache={str(prefix_cache)!r}, which is a folder, too"
+            right = f"left out with prefix_cache={str(prefix_cache)!r}, which is a folder, too"
             require(prefix_store is None, "prefix_store", prefix_store, right)
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(

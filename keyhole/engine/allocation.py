@@ -293,7 +293,8 @@ class LayerOffloader:
         prefix: PrefixIndex | None,
         renumber: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """Makes layers resident that fit beside the pages of running sequences. Between steps.
+        """Makes layers resident that fit in addition to the pages of running sequences. Between
+        steps.
 
         renumber: called with the new numbers of pages that moved; `prefix` is renumbered here.
         """

@@ -292,7 +292,7 @@ class Scheduler:
         return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of a prompt for one step; few of a question over documents beside decoding.
+        """Tokens of a prompt for one step; few of a question over documents while others decode.
 
         A prompt takes only its share while other prompts are to be computed.
         """

@@ -2,7 +2,7 @@
 
 Registered as "keyhole" in transformers' own table, so that no model is forked or patched: a model
 loaded with `attn_implementation="keyhole"` hands each layer's rotated queries, keys and values to
-`attention`, with our `Batch` beside them as the keyword argument `keyhole`. `PassThrough` takes the
+`attention`, with our `Batch` as the additional keyword argument `keyhole`. `PassThrough` takes the
 role of transformers' cache: it returns the new keys and values unchanged (and keeps MLA's latents),
 because the pages are ours.
 

@@ -2,7 +2,7 @@
 
 A model's shape, read from its files without loading torch or weights.
 
-Weights are counted from the headers of the safetensors files if they are beside the config, else
+Weights are counted from the headers of the safetensors files if they are next to the config, else
 from the config.
 
 The weights and peak activations of a model of a supported family.

@@ -68,7 +68,7 @@ class ModelFiles:
     """A model's files. name: a folder or a hub id. config: its config.json, or its GGUF file.
 
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
-    has_adapter: there is a LoRA adapter beside the weights. gguf: the GGUF file in the folder that
+    has_adapter: there is a LoRA adapter next to the weights. gguf: the GGUF file in the folder that
     holds config, weights and tokenizer; None: they are in files of their own. adapter: the folder
     of a LoRA adapter that is merged into these weights.
     """
@@ -158,7 +158,7 @@ def ignored_adapter(found: ModelFiles) -> ModelError:
     if found.adapter is not None:
         what, aside = f"{found.shown!r} is a LoRA adapter", f"give {found.name!r}"
     else:
-        what = f"{found.name!r} has a LoRA adapter ({ADAPTER}) beside its weights"
+        what = f"{found.name!r} has a LoRA adapter ({ADAPTER}) next to its weights"
         aside = f"move {ADAPTER} away"
     return ModelError(
         f"{what}, and peft, which applies it, is not installed: pip install 'keyhole[lora]'; to "
@@ -253,7 +253,7 @@ def _why(error: Exception) -> str:
 
 
 def _nearest(folder: Path, files: str = f"*/{_CONFIG}") -> str:
-    """In brackets, the name beside it that is most like it: a folder's, or a file's."""
+    """In brackets, the most similar name in the same folder: a folder's, or a file's."""
     if not folder.parent.is_dir():
         return ""
     found = folder.parent.glob(files)

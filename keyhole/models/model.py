@@ -18,7 +18,7 @@ from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.modules import sequence_adapters, sequence_rope
 from keyhole.models.weights.adapters import Adapters
 
-#: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
+#: DELTA uses a file of `keyhole calibrate` with this name next to the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
@@ -32,8 +32,8 @@ class Model:
 
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
-    RoPE change; None: they never do. calibration, head, stability: files beside the weights
-    for DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
+    RoPE change; None: they never do. calibration, head, stability: files next to the weights for
+    DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
     they were packed in while loading. adapters: LoRA adapters that single requests may choose.
     """
 

@@ -316,7 +316,7 @@ def _by_extremes(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
     return extreme_scores(query, document.extremes[layer])
 
 
-#: Beside a model's weights.
+#: Name of the file next to a model's weights.
 STABILITY_FILE = "keyhole-samkv.json"
 
 #: The paper finds the last 4 layers of Llama 3.1 8B and the last 5 of two other models (A.2).

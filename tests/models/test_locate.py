@@ -132,7 +132,7 @@ def test_adapters_are_never_ignored(
     with pytest.raises(ModelError, match=r"is a LoRA adapter, and peft.*keyhole\[lora\]"):
         LLM(adapter)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*keyhole\[lora\]"):
+    with pytest.raises(ModelError, match=r"adapter .*next to its weights.*keyhole\[lora\]"):
         LLM(path)
     with pytest.raises(ModelError, match="which is an adapter, too"):
         locate(adapter)
