@@ -159,7 +159,7 @@ def _about(line: Line) -> str:
     return (
         f"{line['model']}, {settings['items']} derivations of up to {max(line['tokens']):,} "
         f"tokens, {first['steps_counted']:,} steps counted at the least budget; times are medians "
-        f"of {first['steps_timed']} steps in turns. {machine['cpu']}, {machine['cores']} cores, "
+        f"of {first['steps_timed']} interleaved steps. {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
         f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
     )

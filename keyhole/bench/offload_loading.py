@@ -288,7 +288,7 @@ def timed(
     device: torch.device,
     others: Mapping[str, Turn] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
-    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
+    """Milliseconds of `repeat` interleaved steps of each system, and what these steps loaded.
 
     others: the turns of baselines.
     """

@@ -166,8 +166,8 @@ def decode(
     """The decoding sequences: query [B, Hq, D] over one selection; returns [B, Hq, Dv].
 
     Every way to read is a case of a selection, where None is everything: the sliding window of a
-    layer that has one, all tokens where the policy wants their scores, else what the policy
-    selects. newest: the new keys [B, Hkv, D] and values, which are in the cache already.
+    layer that has one, all tokens if the policy needs their scores, else what the policy selects.
+    newest: the new keys [B, Hkv, D] and values, which are in the cache already.
     """
     step, policy, cache = batch.step, batch.policy, batch.cache
     assert step is not None
