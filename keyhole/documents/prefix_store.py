@@ -100,8 +100,8 @@ class PrefixStore:
     def write(self, digest: bytes, tensors: Mapping[str, Tensor]) -> None:
         """Stores a chunk, unless it is there or larger than the limit; then it is on disk.
 
-        tensors: on the CPU, contiguous, wide numbers before narrow ones. An error is passed to a
-        warning: the chunk is then computed again one day.
+        tensors: on the CPU, contiguous, wide numbers before narrow ones. An error becomes a
+        warning; the chunk is then computed again when it is needed.
         """
         if self._place.folder is None or self.has(digest):
             return

@@ -114,6 +114,11 @@ PRIVATE_PHRASES = [
     "what a policy is",
     "is meaningless",
     "are meaningless",
+    "whoever",
+    "beside the weights",
+    "starts of prompts",
+    "is no JSON",
+    "in turns",
 ]
 
 
