@@ -74,7 +74,7 @@ _SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
-#: Bytes per token that the limit allows and the plan does not count: four lists of token ids, the
+#: Bytes per token that the limit allows and the plan does not count: two lists of token ids, the
 #: digests of cached pages, and copies of lists while a request begins.
 _PYTHON_BYTES = 128
 _CHUNK_PAGES = 2048

@@ -18,10 +18,22 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from keyhole.cache.pages import PageCache
+
+#: Pages whose tokens are converted at once: a long prompt is not copied as a whole.
+_PIECE_PAGES = 1024
+
+
+class _Origin(NamedTuple):
+    """Which call inserted a page; maker: the policy that computed it, None if it is exact."""
+
+    exact: bool
+    maker: object
+    insertion: int
 
 
 class PrefixIndex:
@@ -29,45 +41,46 @@ class PrefixIndex:
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        # digest -> (page, exact, its owner if not exact, number of the call that inserted it),
-        # least recently used first
-        self._pages: OrderedDict[bytes, tuple[int, bool, object, int]] = OrderedDict()
+        # digest -> page and origin, least recently used first
+        self._pages: OrderedDict[bytes, tuple[int, _Origin]] = OrderedDict()
         self._insertions = itertools.count()
 
     def match(
         self,
         tokens: Sequence[int],
         *,
+        end: int | None = None,
         approximate: bool = False,
         by: object = None,
         group: bytes = b"",
         reusable: Callable[[int, int], int] | None = None,
     ) -> tuple[list[int], bool]:
-        """Cached pages of the longest prefix of `tokens`, and whether all of them are exact.
+        """Cached pages of the longest prefix of `tokens[:end]`, and whether all of them are exact.
 
         The caller gets a reference to each. Approximate pages are returned only if allowed, and
         only those that `by` inserted. reusable: as `Policy.reusable`, how many of so many known
         tokens may be reused; None: all.
         """
         size = self._cache.page_size
-        found: list[tuple[int, bool, int]] = []
+        found: list[tuple[int, _Origin]] = []
         digests: list[bytes] = []
-        for digest in prefix_digests(tokens, size, group):
-            page, exact, maker, insertion = self._pages.get(digest, (-1, False, None, 0))
-            if page < 0 or not (exact or (approximate and maker == by)):
+        for digest in prefix_digests(tokens, size, group, end):
+            entry = self._pages.get(digest)
+            if entry is None or not (entry[1].exact or (approximate and entry[1].maker == by)):
                 break
-            found.append((page, exact, insertion))
+            found.append(entry)
             digests.append(digest)
         self._touch(digests)
         count = len(found) if reusable is None else reusable(len(found) * size, size) // size
         after = len(found) - count  # pages on which the data of a page depend
         for i in range(count):
-            if any(found[j][2] != found[i][2] for j in range(i + 1, i + 1 + after)):
+            origins = (found[j][1] for j in range(i + 1, i + 1 + after))
+            if any(origin.insertion != found[i][1].insertion for origin in origins):
                 count = i
                 break
-        pages = [page for page, *_ in found[:count]]
+        pages = [page for page, _ in found[:count]]
         self._cache.share(pages)
-        return pages, all(exact for _, exact, _ in found[:count])
+        return pages, all(origin.exact for _, origin in found[:count])
 
     def insert(
         self,
@@ -75,19 +88,22 @@ class PrefixIndex:
         pages: Sequence[int],
         num_exact: int,
         *,
+        end: int | None = None,
         by: object = None,
         group: bytes = b"",
     ) -> None:
-        """Inserts the full pages of `tokens`; tokens from `num_exact` on are approximate."""
+        """Inserts the full pages of `tokens[:end]`; tokens from `num_exact` on are approximate."""
         size = self._cache.page_size
-        digests = list(prefix_digests(tokens, size, group))[: len(pages)]
+        end = min(len(tokens) if end is None else end, len(pages) * size)
+        digests = list(prefix_digests(tokens, size, group, end))
         insertion = next(self._insertions)
+        origins = _Origin(False, by, insertion), _Origin(True, None, insertion)
         for i, (digest, page) in enumerate(zip(digests, pages, strict=False)):
             exact = (i + 1) * size <= num_exact
             known = self._pages.get(digest)
-            if known is None or (exact and not known[1]):
+            if known is None or (exact and not known[1].exact):
                 self._cache.share([page])
-                self._pages[digest] = (page, exact, None if exact else by, insertion)
+                self._pages[digest] = (page, origins[exact])
                 if known is not None:
                     self._cache.release([known[0]])
         self._touch(digests)
@@ -107,13 +123,13 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Removes all entries."""
-        self._cache.release(page for page, *_ in self._pages.values())
+        self._cache.release(page for page, _ in self._pages.values())
         self._pages.clear()
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Renumbers pages that moved (`PageCache.pack`)."""
         for digest, entry in self._pages.items():
-            self._pages[digest] = (numbers.get(entry[0], entry[0]), *entry[1:])
+            self._pages[digest] = (numbers.get(entry[0], entry[0]), entry[1])
 
     @property
     def num_pages(self) -> int:
@@ -122,7 +138,7 @@ class PrefixIndex:
 
     def held(self) -> list[int]:
         """The pages that the index holds a reference to."""
-        return [page for page, *_ in self._pages.values()]
+        return [page for page, _ in self._pages.values()]
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         # A prefix's first pages serve all longer ones: they are touched last and evicted last.
@@ -130,11 +146,14 @@ class PrefixIndex:
             self._pages.move_to_end(digest)
 
 
-def prefix_digests(tokens: Sequence[int], page_size: int, group: bytes = b"") -> Iterator[bytes]:
-    """For each full page of tokens a digest of all tokens up to its end, and of the group."""
+def prefix_digests(
+    tokens: Sequence[int], page_size: int, group: bytes = b"", end: int | None = None
+) -> Iterator[bytes]:
+    """For each full page of `tokens[:end]` a digest of the tokens up to its end, and the group."""
     digest = group
-    array = np.asarray(tokens, dtype=np.int64)
-    for start in range(0, len(array) - page_size + 1, page_size):
-        content = array[start : start + page_size].tobytes()
-        digest = hashlib.blake2b(digest + content, digest_size=16).digest()
-        yield digest
+    end = (len(tokens) if end is None else end) // page_size * page_size
+    for first in range(0, end, _PIECE_PAGES * page_size):
+        piece = tokens[first : min(end, first + _PIECE_PAGES * page_size)]
+        for row in np.asarray(piece, dtype=np.int64).reshape(-1, page_size):
+            digest = hashlib.blake2b(digest + row.tobytes(), digest_size=16).digest()
+            yield digest

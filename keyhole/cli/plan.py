@@ -202,6 +202,7 @@ def _under_policy(
         policy,
         size,
         memory.page_data(geometry, policy, head),
+        head,
         layers=layers,
         requests=settings.requests,
         prefill_chunk=EngineConfig.prefill_chunk,

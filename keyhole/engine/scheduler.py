@@ -185,7 +185,7 @@ class Scheduler:
         self._drop(sequence)
         if not (self.running or self.lent):
             raise CapacityError(
-                f"what is kept of {len(sequence.prompt)} tokens of documents and question does "
+                f"what is kept of {sequence.num_prompt} tokens of documents and question does "
                 f"not fit into {self._cache.max_pages * self._cache.page_size} tokens of KV "
                 "cache; raise memory=, or keep less"
             )
@@ -239,15 +239,21 @@ class Scheduler:
         exact = 0
         if sequence.exact:
             dense = sequence.under.policy.dense
-            exact = sequence.num_computed if dense else len(sequence.prompt)
+            exact = sequence.num_computed if dense else sequence.num_prompt
         count = sequence.num_computed
         if sequence.num_settled is not None:
             count = min(count, sequence.num_settled)
-        computed, pages = sequence.tokens[:count], sequence.pages
+        pages = sequence.pages
         if NO_PAGE in pages:  # pages after an evicted one cannot be a prefix
             pages = pages[: pages.index(NO_PAGE)]
-        under = sequence.under
-        self._prefix.insert(computed, pages, exact, by=under.policy, group=sequence.page_group)
+        self._prefix.insert(
+            sequence.tokens,
+            pages,
+            exact,
+            end=count,
+            by=sequence.under.policy,
+            group=sequence.page_group,
+        )
 
     def _next(self) -> Sequence | None:
         """The first waiting sequence that may run now, or None.
@@ -335,7 +341,7 @@ class Scheduler:
             return False
         if sequence.context is None:
             sequence.num_computed = self._known(sequence)
-            cached = min(sequence.num_computed, len(sequence.prompt))
+            cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.num_cached = max(sequence.num_cached, cached)
             sequence.first = sequence.num_computed
         sequence.slot = self._slots.pop()
@@ -347,10 +353,10 @@ class Scheduler:
         """Reuses cached pages of the prompt; the last token is always computed, for its logits."""
         if self._prefix is None:
             return
-        known = sequence.tokens[: sequence.prefill_end]
         policy, size = sequence.under.policy, self._cache.page_size
         pages, sequence.exact = self._prefix.match(
-            known,
+            sequence.tokens,
+            end=sequence.prefill_end,
             approximate=sequence.reuse_approximate,
             by=policy,
             group=sequence.page_group,
@@ -454,7 +460,7 @@ class Scheduler:
         """The most entries of its page list for `length` tokens, with gaps in its prompt."""
         holes = sequence.pages.count(NO_PAGE)
         absent = holes * self._cache.page_size
-        lengths = len(sequence.prompt) - absent, length - absent
+        lengths = sequence.num_prompt - absent, length - absent
         return holes + page_limit(sequence.under.policy, self._cache.geometry, *lengths)
 
     def _release(self, sequence: Sequence) -> None:

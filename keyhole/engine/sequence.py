@@ -111,7 +111,8 @@ class Counters:
 class Sequence:
     """A prompt and its generated tokens.
 
-    tokens: prompt and generated tokens. num_computed: how many have keys and values in `pages`.
+    tokens: prompt and generated tokens; made with those of the prompt, in a list of its own.
+    num_prompt: tokens of the prompt. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
     under the policy, also when they are already known (replay after pre-emption, given tokens).
     offloaded: layers in RAM or on disk at its last step; None if none can go there.
@@ -136,7 +137,7 @@ class Sequence:
     admitted, and each token was sampled, in seconds of `time.perf_counter`.
     """
 
-    prompt: list[int]
+    tokens: list[int]
     params: SamplingParams
     detokenizer: Detokenizer
     given: ListOf[int] = ()
@@ -151,7 +152,7 @@ class Sequence:
     rope_length: int = 0
     adapter: int = 0
 
-    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     prefill_end: int = 0
@@ -186,10 +187,11 @@ class Sequence:
     changes_scores: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = [*self.prompt, *self.given]
+        self.num_prompt = len(self.tokens)
+        self.tokens += self.given
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
-        self.trace = ReadTrace(len(self.prompt)) if self.params.trace else None
+        self.trace = ReadTrace(self.num_prompt) if self.params.trace else None
 
     @property
     def reads(self) -> list[TokenReads] | None:
@@ -197,9 +199,14 @@ class Sequence:
         return None if self.trace is None else self.trace.tokens
 
     @property
+    def prompt(self) -> list[int]:
+        """A copy of the prompt's tokens."""
+        return self.tokens[: self.num_prompt]
+
+    @property
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
-        return self.tokens[len(self.prompt) :]
+        return self.tokens[self.num_prompt :]
 
     @property
     def max_tokens(self) -> int:
@@ -222,7 +229,7 @@ class Sequence:
     @property
     def token_limit(self) -> int:
         """At most this many tokens, prompt included."""
-        return len(self.prompt) + len(self.given) + self.max_tokens
+        return self.num_prompt + len(self.given) + self.max_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -243,7 +250,7 @@ class Sequence:
     @property
     def is_prompt_computed(self) -> bool:
         """Whether all tokens of the prompt have keys and values."""
-        return self.num_computed >= len(self.prompt)
+        return self.num_computed >= self.num_prompt
 
     def wants_logits(self, end: int) -> bool:
         """Whether the logits after the first `end` tokens are needed, to sample or to keep."""
@@ -251,7 +258,7 @@ class Sequence:
 
     def keeps_logits(self, end: int) -> bool:
         """Whether the logits after the first `end` tokens are to be kept and not kept yet."""
-        return self.keep_logits and end - len(self.prompt) == len(self.logits)
+        return self.keep_logits and end - self.num_prompt == len(self.logits)
 
     @property
     def is_decoding(self) -> bool:
@@ -269,9 +276,9 @@ class Sequence:
         times = self.token_times
         drafts = self.drafts or DraftCounters()
         return Stats(
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=self.num_prompt,
             cached_prompt_tokens=self.num_cached,
-            generated_tokens=len(self.tokens) - len(self.prompt),
+            generated_tokens=len(self.tokens) - self.num_prompt,
             ttft_ms=1e3 * (times[0] - self.arrival) if times else None,
             step_ms=statistics.median(self.step_ms) if self.step_ms else None,
             attended_fraction=self.counters.attended_fraction / steps if steps else None,
@@ -368,7 +375,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
 
     Raises the error that ended the request, if one did.
     """
-    done, tokens = sequence.is_finished, sequence.tokens[len(sequence.prompt) + given :]
+    done, tokens = sequence.is_finished, sequence.tokens[sequence.num_prompt + given :]
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None
@@ -378,7 +385,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
         token_ids=tokens,
         logprobs=sequence.logprobs[given : given + len(tokens)] if wanted else None,
         reads=None if reads is None else reads[given : given + len(tokens)],
-        prompt_token_ids=None if reads is None or given else list(sequence.prompt),
+        prompt_token_ids=None if reads is None or given else sequence.prompt,
         stats=None if reads is None else sequence.stats(),
         result=result_of(sequence) if done else None,
     )
@@ -394,7 +401,7 @@ def result_of(sequence: Sequence) -> Result:
         token_ids=sequence.generated,
         finish_reason=sequence.finish_reason,
         stats=sequence.stats(),
-        prompt_token_ids=list(sequence.prompt),
+        prompt_token_ids=sequence.prompt,
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
         reads=sequence.reads,
         reused=sequence.reused,

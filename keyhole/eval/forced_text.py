@@ -185,7 +185,7 @@ class Perplexity(Workload):
         steps = statistics.fmean(len(sequence.given) for sequence in served.sequences)
         return {
             **served.costs(),
-            "tokens_prompt": statistics.fmean(len(s.prompt) for s in served.sequences),
+            "tokens_prompt": statistics.fmean(s.num_prompt for s in served.sequences),
             "tokens_generated": steps,
             "text": self._text.path,
             "recall_per_layer": None,

@@ -65,6 +65,6 @@ class DocumentFiller:
             if not is_out_of_memory(error):
                 raise
             raise CapacityError(
-                f"the documents of a prompt of {len(sequence.prompt)} tokens did not fit in "
+                f"the documents of a prompt of {sequence.num_prompt} tokens did not fit in "
                 "memory; lower prefill_chunk or memory="
             ) from error

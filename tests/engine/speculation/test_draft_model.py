@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from keyhole import LLM, ConfigError, Delta, Full, ModelError, Policy, Quest, SpeContext
+from keyhole import (
+    LLM,
+    ConfigError,
+    Delta,
+    Full,
+    ModelError,
+    Policy,
+    Quest,
+    SamplingParams,
+    SpeContext,
+)
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import load
@@ -174,6 +185,50 @@ def test_a_seed_gives_the_tokens_that_it_gives_without_a_draft(
     found = served(engine, **params)
     assert_same(found, wanted)
     assert_drafted(found)
+
+
+def outcomes(network: Any, text: list[int], count: int, top_k: int) -> dict[tuple[int, ...], float]:
+    """The probabilities of the next `count` tokens, each among the `top_k` best, in float64."""
+    shares: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(count):
+        longer = {}
+        for said, share in shares.items():
+            logits = network(torch.tensor([[*text, *said]])).logits[0, -1]
+            best = logits.topk(top_k)
+            for token, p in zip(
+                best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True
+            ):
+                longer[*said, token] = share * p
+        shares = longer
+    return shares
+
+
+@pytest.mark.parametrize("policy", [Full(), SpeContext(token_budget=48)], ids=lambda one: one.name)
+def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy) -> None:
+    """Pearson's chi-square test of three tokens, of which two are proposed.
+
+    The budget is enough for all tokens.
+    """
+    text, draws, count = prompt(12), 3000, 3
+    with torch.no_grad():
+        shares = outcomes(network_of(model).double(), text, count, top_k=2)
+    greedy = served(make_engine(model, Full()), ((0, text, 8),))
+    engine = drafted(model, policy, max_batch=16)
+    replaying(engine, greedy, error=0.3)
+    params = [
+        SamplingParams(max_tokens=count, top_k=2, temperature=1.0, seed=seed, ignore_eos=True)
+        for seed in range(1_000_000, 1_000_000 + draws)
+    ]
+    found = [engine.add(text, one) for one in params]
+    while engine.has_work:
+        engine.step()
+    assert_drafted(found)
+    counts = Counter(tuple(sequence.generated) for sequence in found)
+    assert set(counts) <= set(shares)
+    expected = {said: draws * share for said, share in shares.items()}
+    statistic = sum((counts[said] - wanted) ** 2 / wanted for said, wanted in expected.items())
+    freedom = len(expected) - 1
+    assert statistic < freedom + 3 * (2 * freedom) ** 0.5
 
 
 # The draft chooses, too
