@@ -21,15 +21,16 @@ from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 
 EXACT = """
-    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba biogpt bitnet bloom codegen cohere
-    cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-    falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2
-    gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe jais2 jamba jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama
-    llama4_text longcat_flash mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral
-    mixtral mpt nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe
-    qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
-    stablelm starcoder2 vaultgemma xglm youtu zamba zamba2 zaya
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba biogpt bitnet bloom codegen cohere
+    cohere2 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
+    granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v4 jais2 jamba
+    jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mimo_v2_flash minicpm3
+    minimax minimax_m2 ministral ministral3 mistral mixtral mpt nemotron nemotron_h olmo olmo2 olmo3
+    olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
+    zamba zamba2 zaya
 """.split()
 
 #: Shapes that a family's default config does not have.
@@ -120,7 +121,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
         ("bart", "encoder-decoder"),
         ("mamba", "recurrent state"),
         ("recurrent_gemma", "its recurrent state in the module"),
-        ("deepseek_v32", "by its own indexer"),
+        ("qwen4_exp_text", "an indexer that is different"),
         ("blt", "consists of several models"),
         ("openai-gpt", "a small model fails with"),
         ("doge", "logits differ from transformers' by"),

@@ -19,7 +19,9 @@ class LayerLayout:
 
     With `shared_values` (MLA's latents) a value is the first `value_dim` numbers of its key and is
     not stored a second time. A `chunked` layer reads from the last position that is a multiple of
-    `window`, a sliding one the last `window` tokens.
+    `window`, a sliding one the last `window` tokens. With `index_topk` the model's own indexer
+    selects that many tokens; its key is the last `index_dim` numbers of a key, which attention does
+    not read, or 0 of them in a layer that reads what an earlier one selected.
     """
 
     num_kv_heads: int
@@ -30,12 +32,19 @@ class LayerLayout:
     chunked: bool = False
     num_query_heads: int = 0  # for a policy's data per query head; 0 without any
     scale_bytes: int = 0  # after every key and every value of 8-bit numbers; else 0
+    index_topk: int | None = None
+    index_dim: int = 0
     alibi: bool = False  # keys end with numbers of their position, which 8 bits would round
 
     @property
     def key_row(self) -> int:
         """Elements of a stored key: its numbers, and the bytes of their scale."""
         return self.key_dim + self.scale_bytes
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the model itself reads all tokens in this layer."""
+        return self.window is None and self.index_topk is None
 
     @property
     def value_row(self) -> int:
@@ -81,8 +90,13 @@ class Geometry:
 
     @property
     def full_attention(self) -> tuple[int, ...]:
-        """Layers without a sliding window: the only ones that a policy selects for."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.window is None)
+        """Layers without a window or an indexer: the only ones that a policy selects for."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.reads_all)
+
+    @property
+    def index_topk(self) -> int | None:
+        """How many tokens the indexers of the model select; None for a model without any."""
+        return next((layer.index_topk for layer in self.layers if layer.index_topk), None)
 
     @property
     def token_bytes(self) -> int:
@@ -188,7 +202,7 @@ def memory_model(
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:
-    """The memory of each layer. Layers with a sliding window stay resident.
+    """The memory of each layer. Layers with a sliding window or an indexer stay resident.
 
     num_heads: lists of a selection where there are more than KV heads, as for `ResidentBuffer`.
     """
@@ -197,7 +211,7 @@ def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[Laye
             token_bytes=layer.numbers_per_token * geometry.kv_itemsize,
             slot_bytes=(num_heads or layer.num_kv_heads)
             * (layer.numbers_per_head * geometry.kv_itemsize + _ENTRY_BYTES),
-            movable=layer.window is None,
+            movable=layer.reads_all,
         )
         for layer in geometry.layers
     )

@@ -85,7 +85,7 @@ class Engine:
         self.model = model
         self.config = config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
-        self._given, self.policy = policy, policy.resolve(self.geometry)
+        self._given, self.policy = policy, requested(policy, policy, self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
         self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
         # Other engines' prompts are exact, or computed under another policy.
@@ -193,7 +193,7 @@ class Engine:
         """
         if policy is None:
             return self._own
-        made = requested(policy, self._given, self.geometry.num_layers).resolve(self.geometry)
+        made = requested(policy, self._given, self.geometry)
         for known in self._runners:
             if known.policy == made:
                 return known

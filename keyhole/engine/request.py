@@ -119,19 +119,27 @@ class RequestPolicy:
 DENSE = RequestPolicy(Full(), Full())
 
 
-def requested(spec: PolicySpec, own: Policy, num_layers: int) -> Policy:
-    """The policy of a call, not resolved; own: the engine's, as it was given.
+def requested(spec: PolicySpec, own: Policy, geometry: Geometry) -> Policy:
+    """The policy of an engine or of a call, resolved; own: the engine's, as it was given.
 
-    UnknownNameError for an unknown name or setting, ConfigError for a wrong value.
+    UnknownNameError for an unknown name or setting, ConfigError for a wrong value, and for a policy
+    that selects in a model that does so itself.
     """
-    if not isinstance(spec, Mapping):
-        require_depth(spec, num_layers)
-        return make_policy(spec)
-    known = {field.name for field in dataclasses.fields(own)}
-    for name in spec:
-        if name not in known:
-            raise UnknownNameError(f"setting of policy {own.name}", str(name), known)
-    return dataclasses.replace(own, **spec)
+    if isinstance(spec, Mapping):
+        known = {field.name for field in dataclasses.fields(own)}
+        for name in spec:
+            if name not in known:
+                raise UnknownNameError(f"setting of policy {own.name}", str(name), known)
+        policy = dataclasses.replace(own, **spec)
+    else:
+        require_depth(spec, geometry.num_layers)
+        policy = make_policy(spec)
+    if geometry.index_topk is not None and not policy.dense:
+        raise ConfigError(
+            f"policy {policy.name!r} cannot be used with this model, whose own indexer selects "
+            f"{geometry.index_topk} tokens in each layer; leave policy out"
+        )
+    return policy.resolve(geometry)
 
 
 def beside(

@@ -98,6 +98,11 @@ def _adopt(network: Any) -> Model:
             f"keyhole.sparse cannot run {name!r}: some of its layers keep a recurrent state, which "
             "only the engine has; keyhole.LLM(model) can"
         )
+    if any(layout.index_topk is not None for layout in families.layouts(network.config)):
+        raise ConfigError(
+            f"keyhole.sparse cannot run {name!r}, whose own indexer selects tokens in place of a "
+            "policy; keyhole.LLM(model) can"
+        )
     devices = {parameter.device for parameter in network.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))

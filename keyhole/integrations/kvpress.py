@@ -83,9 +83,9 @@ class CompressedModel:
                 f"kvpress does not support {model.name!r}, a {type(network).__name__} "
                 f"(supported: {known})"
             )
-        if any(layout.window is not None for layout in families.layouts(network.config)):
+        if not all(layout.reads_all for layout in families.layouts(network.config)):
             raise ModelError(
-                f"{model.name!r} has layers with a sliding window, whose tokens are dropped "
+                f"{model.name!r} has layers with a sliding window or an indexer, which drop tokens "
                 "already: a budget would mean something else in each layer"
             )
         if model.is_hybrid:

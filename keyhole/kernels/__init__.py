@@ -34,6 +34,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     cluster_scores_per_query_head  the same for each query head of a group
     chunk_landmarks  the mean key of each chunk of a page, and how well it fits
     outlier_chunks   the chunks whose means fit worst
+    index_scores     the score of every token by a model's own indexer
     antidiagonal_scores  a block of queries' weight on blocks of keys, by every stride-th product
     chunk_scores     a query's weight on the mean of every chunk
     decompose        low-rank keys of a prompt, before RoPE
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
         drop_oldest,
         form_clusters,
         head_scores_chosen,
+        index_scores,
         keep,
         keep_queries,
         kept,
@@ -174,6 +176,7 @@ __all__ = [
     "gather_tokens",
     "head_scores",
     "head_scores_chosen",
+    "index_scores",
     "is_quantised",
     "keep",
     "keep_queries",

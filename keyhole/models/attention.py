@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
-from keyhole.models import selective_recompute
+from keyhole.models import indexed_attention, selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.policies.base import PromptQueries, Selection, Step
 from keyhole.policies.prefill.base import PromptChunk
@@ -47,6 +47,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Any = None,
     keyhole: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -54,6 +55,7 @@ def attention(
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, Dv], as transformers
     expects. The arguments are in the order of transformers' own functions, which wrappers rely on.
+    indices: what the indexer of a layer returned, an `IndexerRow`.
     """
     if keyhole is None:
         raise ConfigError(
@@ -69,11 +71,17 @@ def attention(
     rows = query[0].transpose(0, 1)
     if layout.shared_values:
         rows = absorb(module, rows)
-        new_key, new_value = torch.cat(batch.latents.pop(layer), -1), None
+        latent = batch.latents.pop(layer)
+        index_key = (indices.key[:, None],) if layout.index_dim else ()
+        new_key, new_value = torch.cat((*latent, *index_key), -1), None
     else:
         new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    out = _paged(batch, layer, rows, new_key, new_value, layout.window, options)
+    if layout.index_topk is not None:
+        _write(batch, layer, rows, new_key, new_value, None, options)
+        out = torch.cat(indexed_attention.attend(batch, layer, rows, indices, options))
+    else:
+        out = _paged(batch, layer, rows, new_key, new_value, layout.window, options)
     if layout.shared_values:
         out = expand(module, out)
     return out[None], None
@@ -90,20 +98,7 @@ def _paged(
 ) -> Tensor:
     """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
     cache = batch.cache
-    keys, values = cache.keys[layer], cache.values[layer]
-    if batch.rewrite is None:
-        kernels.append(keys, None if value is None else values, key, value, batch.slots)
-    else:
-        selective_recompute.write(batch, batch.rewrite, layer, (key, value))
-    if batch.touched is not None and batch.filled is not None and window is None:
-        keeper = batch.policy if batch.keeper is None else batch.keeper
-        keeper.on_append(keys, cache.data[layer], batch.touched, batch.filled)
-    if batch.observer is not None:
-        batch.observer(layer, query, {"window": window, **options})
-    if batch.policy.reads_queries and window is None:
-        _show(batch, layer, query, options)
-    if layer == batch.last_layer:
-        raise LastLayer
+    _write(batch, layer, query, key, value, window, options)
     parts = []
     if batch.step is not None:
         rows = slice(batch.num_decode)
@@ -120,6 +115,36 @@ def _paged(
             part = _prefill(batch, chunk, layer, query[chunk.rows], window, options)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _write(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    window: int | None,
+    options: dict[str, Any],
+) -> None:
+    """Writes key and value, and shows queries and keys to those who want them.
+
+    LastLayer where the forward pass may end.
+    """
+    cache = batch.cache
+    keys, values = cache.keys[layer], cache.values[layer]
+    if batch.rewrite is None:
+        kernels.append(keys, None if value is None else values, key, value, batch.slots)
+    else:
+        selective_recompute.write(batch, batch.rewrite, layer, (key, value))
+    if batch.touched is not None and batch.filled is not None and window is None:
+        keeper = batch.policy if batch.keeper is None else batch.keeper
+        keeper.on_append(keys, cache.data[layer], batch.touched, batch.filled)
+    if batch.observer is not None:
+        batch.observer(layer, query, {"window": window, **options})
+    if batch.policy.reads_queries and window is None:
+        _show(batch, layer, query, options)
+    if layer == batch.last_layer:
+        raise LastLayer
 
 
 def _prefill(

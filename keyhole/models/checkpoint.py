@@ -185,6 +185,20 @@ class Checkpoint:
 Build = Callable[[ModelFiles], tuple[Any, int, int]]
 
 
+def _check_planned(config: Any, name: str) -> None:
+    """ModelError for a model whose layers cannot be offloaded, or whose memory is not counted."""
+    if families.recurrent_layers(config):
+        raise ModelError(
+            f"model {name!r} ({config.model_type}) has layers with a recurrent state, whose "
+            "memory is not planned"
+        )
+    if any(layout.index_topk is not None for layout in families.layouts(config)):
+        raise ModelError(
+            f"model {name!r} ({config.model_type}) selects tokens by an indexer of its own, which "
+            "reads the keys of every layer in every step: no layer can be offloaded"
+        )
+
+
 def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> Checkpoint:
     """The shape of "tiny", of a folder, or of a hub id in the local cache or on the hub.
 
@@ -207,11 +221,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
         else:
             config, *built = build(place)
         families.check(config, name)
-        if families.recurrent_layers(config):
-            raise ModelError(
-                f"model {name!r} ({config.model_type}) has layers with a recurrent state, whose "
-                "memory is not planned"
-            )
+        _check_planned(config, name)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         # Of a model of images and text, the files have more than is loaded.

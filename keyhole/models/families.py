@@ -15,17 +15,16 @@ from keyhole.errors import ModelError
 
 #: Kinds of layers, as in `layer_types`, whose keys and values are in pages.
 _FULL = {"full_attention", "attention", "global", "hybrid"}
+#: The model selects tokens in them by an indexer of its own.
+_INDEXED = {"indexed_attention"}
 _SLIDING = {"sliding_attention", "local", "hybrid_sliding"}
 _CHUNKED = {"chunked_attention"}
-_ATTENTION = _FULL | _SLIDING | _CHUNKED
+_ATTENTION = _FULL | _INDEXED | _SLIDING | _CHUNKED
 
 #: Kinds that keep a recurrent state of a sequence; a hybrid layer has keys and values as well.
 _RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 #: Kinds that keep nothing of earlier tokens.
 _STATELESS = {"mlp", "moe"}
-
-#: What the other kinds of layers are, for the error.
-_OTHER_KINDS = {"indexed_attention": "the model selects tokens by its own indexer"}
 
 #: Families whose modules read a whole text at once.
 _ENCODERS = {
@@ -76,10 +75,20 @@ def check(config: Any, name: str) -> None:
         )
     kinds = set(_kinds(config) or ()) - _ATTENTION - _RECURRENT - _STATELESS
     if kinds:
-        reasons = "; ".join(
-            f"{kind}: {_OTHER_KINDS.get(kind, 'unknown')}" for kind in sorted(kinds)
+        unknown = ", ".join(sorted(kinds))
+        raise ModelError(
+            f"model {name!r} ({family}) has layers of a kind that Keyhole does not know: {unknown}"
         )
-        raise ModelError(f"model {name!r} ({family}) has layers that cannot be run: {reasons}")
+    if set(_kinds(config) or ()) & _INDEXED and getattr(config, "index_topk", None) is None:
+        raise ModelError(
+            f"model {name!r} ({family}) selects tokens by an indexer that is different from "
+            "DeepSeek-V3.2's"
+        )
+    if _varies(config) and getattr(config.per_layer_config[0], "kv_lora_rank", None) is not None:
+        raise ModelError(
+            f"model {name!r} ({family}) has latent attention (MLA) whose shape differs between "
+            "layers; the cache has one shape for all of them"
+        )
     if getattr(config, "rel_extent", None) is not None:
         raise ModelError(
             f"model {name!r} ({family}) adds a learned bias for each distance of two tokens to the "
@@ -129,15 +138,7 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     heads = int(config.num_attention_heads)
     layers = attention_layers(config)
     if getattr(config, "kv_lora_rank", None) is not None:  # MLA
-        rank, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
-        latent = LayerLayout(
-            num_kv_heads=1,
-            key_dim=rank + rope,
-            value_dim=rank,
-            shared_values=True,
-            num_query_heads=heads,
-        )
-        return (latent,) * len(layers)
+        return tuple(_latent(config, layer, heads) for layer in layers)
     kinds, windows = _kinds(config), _windows(config)
     return tuple(
         _layout(
@@ -148,6 +149,24 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
             kinds is not None and kinds[layer] in _CHUNKED,
         )
         for layer in layers
+    )
+
+
+def _latent(config: Any, layer: int, heads: int) -> LayerLayout:
+    """MLA: the latent, the rotated part and, where the layer has an indexer, its key."""
+    rank, rope = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
+    indexed = (_kinds(config) or {layer: ""})[layer] in _INDEXED
+    sources = getattr(config, "indexer_types", None)  # "shared": what an earlier layer selected
+    has_indexer = indexed and (sources is None or sources[layer] != "shared")
+    index_dim = int(config.index_head_dim) if has_indexer else 0
+    return LayerLayout(
+        num_kv_heads=1,
+        key_dim=rank + rope + index_dim,
+        value_dim=rank,
+        shared_values=True,
+        num_query_heads=heads,
+        index_topk=int(config.index_topk) if indexed else None,
+        index_dim=index_dim,
     )
 
 

@@ -43,7 +43,13 @@ from keyhole.models.locate import (
     named,
 )
 from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
-from keyhole.models.modules import own_attention, recurrent_layers, sequence_adapters, sequence_rope
+from keyhole.models.modules import (
+    indexer,
+    own_attention,
+    recurrent_layers,
+    sequence_adapters,
+    sequence_rope,
+)
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
@@ -269,6 +275,7 @@ def _model(
     _check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
+    indexer.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None

@@ -72,6 +72,11 @@ class RopeShift:
                 "with RoPE"
             )
         layouts = families.layouts(config)
+        if any(layout.index_topk is not None for layout in layouts):
+            raise ConfigError(
+                f"model {model.name!r} selects tokens by an indexer of its own, whose keys are "
+                "rotated in another part: stored documents cannot be shifted there"
+            )
         if any(layout.chunked for layout in layouts):
             raise ConfigError(
                 f"model {model.name!r} has layers of chunked attention: stored documents cannot be "

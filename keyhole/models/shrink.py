@@ -55,6 +55,9 @@ _SIZES = {
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], _HEAD_DIM),
     "moe_shared_expert_intermediate_size": 48,
     "adapter_rank": 8,
+    # Indexers: with few heads, whose products may all be negative, scores of tokens are equal.
+    "index_head_dim": _HEAD_DIM,
+    "index_n_heads": 16,
 }
 #: Fields that stay below this: numbers of experts, windows (below the lengths of the gate's texts).
 _AT_MOST = {
@@ -66,6 +69,7 @@ _AT_MOST = {
     **dict.fromkeys(["topk_group", "num_shared_experts", "n_shared_experts"], 1),
     **dict.fromkeys(["first_k_dense_replace", "moe_num_shared_experts", "num_dense_layers"], 1),
     **dict.fromkeys(["sliding_window", "window_size", "attention_chunk_size"], _WINDOW),
+    "index_topk": _WINDOW,
     "floor_scale": _WINDOW,
     # Blocks in which a recurrence is computed: prompts have several.
     **dict.fromkeys(["mamba_chunk_size", "chunk_size", "block_size"], _WINDOW),

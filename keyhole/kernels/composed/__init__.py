@@ -17,6 +17,7 @@ from keyhole.kernels.composed.clusters import (
     cluster_scores_per_query_head,
     form_clusters,
 )
+from keyhole.kernels.composed.indexer import index_scores
 from keyhole.kernels.composed.low_rank import (
     Rotation,
     chunk_landmarks,
@@ -68,6 +69,7 @@ __all__ = [
     "drop_oldest",
     "form_clusters",
     "head_scores_chosen",
+    "index_scores",
     "keep",
     "keep_queries",
     "kept",

@@ -69,7 +69,7 @@ class PrefillPolicy:
         if not geometry.full_attention:
             raise ConfigError(
                 f"prefill_policy {self.name!r} selects in layers with full attention, and every "
-                "layer of this model has a window of its own; leave prefill_policy out"
+                "layer of this model has a window or an indexer of its own; leave it out"
             )
         return self
 
