@@ -86,14 +86,17 @@ LayerCall = Callable[[Tensor, LayerState], tuple[Tensor, ...]]
 
 
 class RecurrentState:
-    """The state of all recurrent layers, for `num_slots` sequences.
+    """The state of all recurrent layers, for `num_slots` sequences and `num_snapshots` more.
 
     examples: per layer the state of one sequence, [1, ...] each, which gives shapes and dtypes.
+    snapshot_slots: those that no sequence has.
     """
 
-    def __init__(self, examples: Sequence[States], num_slots: int) -> None:
+    def __init__(self, examples: Sequence[States], num_slots: int, num_snapshots: int = 0) -> None:
+        count = num_slots + num_snapshots
+        self.snapshot_slots = range(num_slots, count)
         self._layers: list[States] = [
-            {key: x.new_zeros(num_slots, *x.shape[1:]) for key, x in states.items()}
+            {key: x.new_zeros(count, *x.shape[1:]) for key, x in states.items()}
             for states in examples
         ]
 
@@ -101,6 +104,12 @@ class RecurrentState:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(x.nbytes for states in self._layers for x in states.values())
+
+    def copy(self, slot: int, to: int) -> None:
+        """Copies the state of all layers from one slot to another."""
+        for states in self._layers:
+            for x in states.values():
+                x[to].copy_(x[slot])
 
     def read(self, layer: int, slots: Tensor) -> States:
         """Copies of a layer's states of these slots, int64 [n]."""

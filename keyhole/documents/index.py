@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,8 @@ SELECT d.*, own.file IS NOT NULL AS encoded, own.tokens AS own_tokens,
   coalesce(sum(r.size_bytes), 0) AS record_bytes
 FROM documents d LEFT JOIN records r ON r.digest = d.digest
 LEFT JOIN records own ON own.digest = d.digest AND own.model = :model
-WHERE :name IS NULL OR d.name = :name GROUP BY d.name ORDER BY d.name
+WHERE :names IS NULL OR d.name IN (SELECT value FROM json_each(:names))
+GROUP BY d.name ORDER BY d.name
 """
 _SOURCE_FIELDS = [field.name for field in dataclasses.fields(SourceFile)]
 # The disk is full, or the system refuses to write.
@@ -165,9 +166,14 @@ class Index:
         rows = self._rows("SELECT * FROM documents WHERE name = :name", name=name)
         return _source(rows[0]) if rows else None
 
-    def sources(self) -> list[SourceFile]:
-        """The first lines of all documents, sorted by name."""
-        return [_source(row) for row in self._rows("SELECT * FROM documents ORDER BY name")]
+    def sources(self, names: Collection[str] | None = None) -> list[SourceFile]:
+        """The first lines of the documents of these names, or of all; sorted by name."""
+        rows = self._rows(
+            "SELECT * FROM documents WHERE :names IS NULL "
+            "OR name IN (SELECT value FROM json_each(:names)) ORDER BY name",
+            names=_listed(names),
+        )
+        return [_source(row) for row in rows]
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -277,26 +283,30 @@ class Index:
 
     # Uses.
 
-    def opened(self, name: str, file: str, model: str) -> DocumentInfo | None:
-        """Counts a use of the document and of its record in `file`; returns the document.
+    def opened(self, files: Mapping[str, str], model: str) -> dict[str, DocumentInfo]:
+        """Counts a use of documents and records in one transaction; returns the documents by name.
 
-        On a full disk it may not be counted.
+        files: the record that was opened of each document. On a full disk it may not be counted.
         """
-        now = time.time()
+        now, names = time.time(), _listed(files)
+        records = _listed(files.values())
+        among = "IN (SELECT value FROM json_each(?))"
 
         def change(connection: sqlite3.Connection) -> None:
             connection.execute(
-                "UPDATE documents SET hits = hits + 1, last_used = ? WHERE name = ?", (now, name)
+                f"UPDATE documents SET hits = hits + 1, last_used = ? WHERE name {among}",
+                (now, names),
             )
-            connection.execute("UPDATE records SET last_used = ? WHERE file = ?", (now, file))
+            connection.execute(
+                f"UPDATE records SET last_used = ? WHERE file {among}", (now, records)
+            )
 
         try:
             self._write(change)
         except sqlite3.OperationalError as error:
             if _code(error) & 0xFF not in _NO_ROOM:
                 raise
-        found = self.infos(model, name)
-        return found[0] if found else None
+        return {info.name: info for info in self.infos(model, files)}
 
     def used(self, file: str) -> None:
         """Marks the record in `file` as most recently used, without a hit."""
@@ -307,10 +317,15 @@ class Index:
 
     # Documents as users see them.
 
-    def infos(self, model: str, name: str | None = None) -> list[DocumentInfo]:
-        """The document of this name, or all documents sorted by name, as `model` sees them."""
-        rows = self._rows(_INFO, model=model, name=name)
+    def infos(self, model: str, names: Collection[str] | None = None) -> list[DocumentInfo]:
+        """The documents of these names, or all, sorted by name, as `model` sees them."""
+        rows = self._rows(_INFO, model=model, names=_listed(names))
         return [_info(row) for row in rows]
+
+
+def _listed(names: Iterable[str] | None) -> str | None:
+    """Names as SQL's json_each reads them."""
+    return None if names is None else json.dumps(list(names))
 
 
 def record_file(digest: str, model: str) -> str:

@@ -11,9 +11,13 @@ allows it, and otherwise reading it raises RecordError.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,11 +55,90 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: Memory for headers and statistics of documents that were opened before.
+MEMORY_BYTES = 256 << 20
+
+#: Memory of a tensor's entry in a header, with its name and digest: measured, 400 to 500.
+_SPAN_BYTES = 500
+
+
 class Held(Protocol):
     """Keeps a record from being deleted."""
 
     def close(self) -> None:
         """Releases the record."""
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedRecord:
+    """The header of a record and its small tensors by name, compared with their digests."""
+
+    header: RecordHeader
+    small: dict[str, Tensor]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Int64 [n]."""
+        return self.small["token_ids"]
+
+    @cached_property
+    def statistics(self) -> list[LayerStatistics]:
+        """The block statistics of each layer."""
+        return [
+            LayerStatistics(**{name: self.small[f"layers.{layer}.{name}"] for name in STATISTICS})
+            for layer in range(self.header.num_layers)
+        ]
+
+    @cached_property
+    def checksums(self) -> dict[str, list[int]]:
+        """The checksums of the blocks of each tensor with a row per token, by its name."""
+        names = {name: checksums_name(name) for name in self.header.spans}
+        return {x: self.small[own].tolist() for x, own in names.items() if own in self.small}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory, about."""
+        tensors = sum(tensor.nbytes for tensor in self.small.values())
+        return tensors + len(self.header.spans) * _SPAN_BYTES
+
+
+class VerifiedRecords:
+    """Records that were opened last, so that an unchanged file is read and hashed once.
+
+    fingerprint: of the model. limit_bytes: of memory; the least recently opened ones are dropped.
+    Safe from threads.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, limit_bytes: int) -> None:
+        self._fingerprint, self._limit_bytes = fingerprint, limit_bytes
+        self._known: OrderedDict[tuple[str, str], VerifiedRecord] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, reader: StorageReader, digest: str) -> VerifiedRecord:
+        """The record in an open file; RecordError if it is damaged, or not this source's.
+
+        It is read again if the file has another identity than before, or none.
+        """
+        key = (reader.identity or "", digest)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        header = header_of(reader, digest, self._fingerprint)
+        record = VerifiedRecord(header, read_statistics(reader, header))
+        if reader.identity is not None:
+            self._remember(key, record)
+        return record
+
+    def _remember(self, key: tuple[str, str], record: VerifiedRecord) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = record
+                self._bytes += record.num_bytes
+            while self._bytes > self._limit_bytes:
+                _, dropped = self._known.popitem(last=False)
+                self._bytes -= dropped.num_bytes
 
 
 class StoredDocument:
@@ -70,32 +153,23 @@ class StoredDocument:
     def __init__(
         self,
         info: DocumentInfo,
-        header: RecordHeader,
-        small: Mapping[str, Tensor],
+        record: VerifiedRecord,
         reader: StorageReader,
         lease: Held,
         *,
         checks: bool = False,
     ) -> None:
+        header = record.header
         self.info = info
         self.length = header.tokens
         self.block_size = header.block_size
         self.num_layers = header.num_layers
         self._spans = header.spans
-        self._extremes = header.extremes
         self._reader = reader
-        self._checksums = {
-            name: small[checksums_name(name)].tolist()
-            for name in header.spans
-            if checks and checksums_name(name) in small
-        }
+        self._record = record
         self._checks = checks
         self._release = weakref.finalize(self, _release, reader, lease)
-        self.token_ids = small["token_ids"]
-        self._statistics = [
-            LayerStatistics(**{name: small[f"layers.{layer}.{name}"] for name in STATISTICS})
-            for layer in range(self.num_layers)
-        ]
+        self.token_ids = record.token_ids
 
     def __enter__(self) -> StoredDocument:
         return self
@@ -127,7 +201,7 @@ class StoredDocument:
         opened.
         """
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
-        return self._statistics[layer]
+        return self._record.statistics[layer]
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Keys [stop - start, Hkv, D] and values [stop - start, Hkv, Dv] of these tokens.
@@ -169,18 +243,13 @@ class StoredDocument:
             check_tensor(name, self._spans[name], x.view(-1).view(torch.uint8))
         return HeadRecord(keys, last)
 
-    @property
-    def has_extremes(self) -> bool:
-        """Whether extreme keys are stored; records of older versions have none."""
-        return bool(self._extremes)
-
     def extreme_keys(self) -> list[Tensor]:
         """The extreme keys of all blocks per layer, [N, k, Hkv, D]; one read.
 
-        Raises ConfigError if there are none, RecordError as `rows`.
+        Raises as `rows`.
         """
-        self._require(self.has_extremes, "extreme keys", "stored before they are read")
-        spans, begin = self._extremes, self._extremes[0].start
+        spans = self._record.header.extremes
+        begin = spans[0].start
         data = self._bytes([(begin, spans[-1].stop)])[0]
         found = [span.tensor(data[span.start - begin : span.stop - begin]) for span in spans]
         for layer, keys in enumerate(found):
@@ -198,7 +267,7 @@ class StoredDocument:
         for name, rows in zip(names, blocks, strict=True):
             found = checksums_of(rows.view(torch.uint8), size)
             for block, checksum in enumerate(found, first):
-                if checksum != self._checksums[name][block]:
+                if checksum != self._record.checksums[name][block]:
                     raise self._changed(f"block {block} of {name} of its record has changed")
         return [rows[start - begin : stop - begin] for rows in blocks]
 
@@ -276,8 +345,6 @@ def _faults(
         with closing(place.reader(f"records/{record}")) as reader:
             header = header_of(reader, source.digest, fingerprint)
             check_tensors(reader, header)
-            if not header.is_current:
-                yield outdated()
     except FileNotFoundError:
         fault = absent(catalogue, source.digest, fingerprint)
         if fault.kind != "missing":
@@ -296,7 +363,7 @@ def nameless(catalogue: Catalogue) -> list[Problem]:
 
 
 def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:
-    """The header of a record; RecordError if it is damaged, or of another model or text."""
+    """The header of a record; RecordError if it is damaged, old, or of another model or text."""
     header = read_header(reader)
     error = foreign(header.fingerprint, fingerprint)
     if error is not None:
@@ -305,13 +372,11 @@ def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> R
         raise RecordError(
             "damaged", f"its record is of another text, {header.digest[:12]}", digest[:12]
         )
+    if not header.is_current:
+        raise RecordError(
+            "missing", "its record is of an older version", "a record of this version"
+        )
     return header
-
-
-def outdated() -> RecordError:
-    """The error for a record of an older version."""
-    what = "its record is of an older version, without extreme keys, checksums or today's alpha"
-    return RecordError("missing", what, "a record of this version")
 
 
 def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:
@@ -349,6 +414,7 @@ class DocumentLookup:
         self._place = open_storage(place)
         self._fingerprint = dict(fingerprint)
         self._model = model_of(fingerprint)
+        self._verified = VerifiedRecords(self._fingerprint, MEMORY_BYTES)
 
     def check_model(self) -> None:
         """ConfigError if all records belong to other models; an empty store is valid."""
@@ -384,26 +450,25 @@ class DocumentLookup:
 
         RecordError for a record that is damaged, missing, or another model's.
         """
-        record = record_file(digest, self._model)
+        file = record_file(digest, self._model)
         try:
-            reader = self._place.reader(f"records/{record}")
+            reader = self._place.reader(f"records/{file}")
         except FileNotFoundError:
             raise self._absent(name, digest) from None
         except OSError as error:
             raise self._unreadable(error) from error
         try:
-            header = header_of(reader, digest, self._fingerprint)
-            small = read_statistics(reader, header)
+            record = self._verified.read(reader, digest)
         except RecordError as error:
             reader.close()
             raise error.of(name) from error
         info = DocumentInfo(
             name=name,
-            tokens=header.tokens,
-            block_size=header.block_size,
+            tokens=record.header.tokens,
+            block_size=record.header.block_size,
             size_bytes=reader.size,
-            created=header.created,
-            last_used=header.created,
+            created=record.header.created,
+            last_used=record.header.created,
             hits=0,
             pinned=False,
             digest=digest,
@@ -411,7 +476,7 @@ class DocumentLookup:
             encoded=True,
             metadata={},
         )
-        return StoredDocument(info, header, small, reader, _NoLease())
+        return StoredDocument(info, record, reader, _NoLease())
 
     def _absent(self, name: str, digest: str) -> RecordError:
         """The error for a missing record: other models have one, or none has."""

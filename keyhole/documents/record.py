@@ -12,7 +12,7 @@ The file is a safetensors file, whose header identifies the record and has a dig
                them
     rows       keys and values, layer by layer; a row of either is one token, so that any run of
                tokens is one run of bytes
-    extremes   extreme keys of all layers, contiguous; records of older versions have none
+    extremes   extreme keys of all layers, contiguous
     heads      per retrieval head that ran with the model: its keys, row by row, and the features
                of the last token; often none
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 #: The small tensors of a layer, by name.
 STATISTICS = (
     "block_keys",
-    "block_queries",
+    "local_queries",
     "representatives",
     "representative_keys",
     "alpha",
@@ -66,7 +66,7 @@ class LayerStatistics:
     """One layer's statistics of a document's blocks, at positions 0 to n - 1.
 
     block_keys: float32 [N, Hkv, D], mean key of each block.
-    block_queries: float32 [N, Hq, D], mean rotated query of each block.
+    local_queries: float32 [m, Hq, D], mean rotated query of each of the last m blocks.
     representatives: int64 [N], the representative token of each block, counted from 0.
     representative_keys: the model's dtype [N, Hkv, D], its key.
     alpha: float32 [N], how fast the attention that it receives decays with distance.
@@ -75,7 +75,7 @@ class LayerStatistics:
     """
 
     block_keys: Tensor
-    block_queries: Tensor
+    local_queries: Tensor
     representatives: Tensor
     representative_keys: Tensor
     alpha: Tensor
@@ -89,19 +89,19 @@ class LayerRecord:
     keys: the model's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head, [latent
     | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys contain them. Keys and values
     of a cache of 8 bits are its rows, int8 or uint8 [n, Hkv, D + 4]. extreme_keys: the model's
-    dtype [N, k, Hkv, D], the keys of each block and head that are farthest from their mean; None in
-    records of older versions. They are read only on demand.
+    dtype [N, k, Hkv, D], the keys of each block and head that are farthest from their mean. They
+    are read only on demand.
     """
 
     keys: Tensor
     values: Tensor | None
     block_keys: Tensor
-    block_queries: Tensor
+    local_queries: Tensor
     representatives: Tensor
     representative_keys: Tensor
     alpha: Tensor
     received: Tensor
-    extreme_keys: Tensor | None = None
+    extreme_keys: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +170,18 @@ def _validate_layer(
     _, heads, row = layer.keys.shape
     dtype, stored = dtypes
     dim = row - (SCALE_BYTES if stored in _quantised() else 0)
-    query_heads = layer.block_queries.shape[1] if layer.block_queries.ndim == 3 else heads
+    last, query_heads = N, heads
+    if layer.local_queries.ndim == 3:
+        last, query_heads = min(N, max(1, len(layer.local_queries))), layer.local_queries.shape[1]
     _expect(f"{where}keys", layer.keys, [n, heads, row], stored)
     if layer.values is not None:
         _expect(f"{where}values", layer.values, [n, heads, layer.values.shape[-1]], stored)
     _expect(f"{where}block_keys", layer.block_keys, [N, heads, dim], torch.float32)
-    _expect(f"{where}block_queries", layer.block_queries, [N, query_heads, dim], torch.float32)
+    _expect(f"{where}local_queries", layer.local_queries, [last, query_heads, dim], torch.float32)
     _expect(f"{where}representatives", layer.representatives, [N], torch.int64)
     _expect(f"{where}representative_keys", layer.representative_keys, [N, heads, dim], dtype)
-    if layer.extreme_keys is not None:
-        shape = [N, layer.extreme_keys.shape[1:2].numel(), heads, dim]
-        _expect(f"{where}extreme_keys", layer.extreme_keys, shape, dtype)
+    shape = [N, layer.extreme_keys.shape[1:2].numel(), heads, dim]
+    _expect(f"{where}extreme_keys", layer.extreme_keys, shape, dtype)
     for name in ("alpha", "received"):
         _expect(f"{where}{name}", getattr(layer, name), [N], torch.float32)
     tokens = layer.representatives.cpu()
@@ -221,8 +222,9 @@ def _expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> 
 
 _FORMAT = "keyhole document"
 _VERSION = "1"
-# 1: alpha over whatever distances a block had; 2: over the same distances for all blocks.
-_STATISTICS = "2"
+# 1: alpha over whatever distances a block had. 2: over the same distances for all blocks.
+# 3: queries of the last blocks only.
+_STATISTICS = "3"
 _DTYPES = {
     "I64": "int64",
     "I8": "int8",
@@ -279,15 +281,13 @@ class RecordHeader:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is as records are made today: extreme keys, checksums, the same statistics."""
-        whole = bool(self.extremes) and checksums_name("layers.0.keys") in self.spans
-        return whole and self.statistics == _STATISTICS
+        """Whether it has the tensors that records have today."""
+        return self.statistics == _STATISTICS
 
     @property
     def extremes(self) -> list[Span]:
-        """Where each layer's extreme keys are, side by side; none in records of older versions."""
-        names = [f"layers.{layer}.extreme_keys" for layer in range(self.num_layers)]
-        return [self.spans[name] for name in names if name in self.spans]
+        """Where each layer's extreme keys are, side by side."""
+        return [self.spans[f"layers.{layer}.extreme_keys"] for layer in range(self.num_layers)]
 
 
 def serialise(
@@ -360,9 +360,7 @@ def _ordered(record: DocumentRecord) -> Iterator[tuple[str, Tensor]]:
         small += [(f"layers.{number}.{name}", getattr(layer, name)) for name in STATISTICS]
         rows += [(f"layers.{number}.keys", layer.keys)]
         rows += [(f"layers.{number}.values", x) for x in [layer.values] if x is not None]
-        extremes += [
-            (f"layers.{number}.extreme_keys", x) for x in [layer.extreme_keys] if x is not None
-        ]
+        extremes += [(f"layers.{number}.extreme_keys", layer.extreme_keys)]
     for name, head in record.heads.items():
         heads += [(f"heads.{name}.keys", head.keys), (f"heads.{name}.last", head.last)]
     yield from sorted(small, key=lambda entry: -entry[1].itemsize)

@@ -145,6 +145,7 @@ class RemoteReader:
     """
 
     is_local = False
+    identity: str | None = None
 
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,11 +42,13 @@ class Entry(NamedTuple):
 class StorageReader(Protocol):
     """An open file.
 
+    identity: the same only as long as the file's content is the same; None if that is not known.
     bytes_read: bytes requested from the backend so far. is_local: many small reads take about as
     long as a large one.
     """
 
     is_local: bool
+    identity: str | None
     size: int
     bytes_read: int
 
@@ -116,6 +119,9 @@ class StorageBackend(Protocol):
 
 
 _PARTS = "parts"
+
+#: Nanoseconds after which a further write has another time on any file system (FAT counts in 2 s).
+_SETTLED_NS = 2_000_000_000
 
 
 class LocalStorage:
@@ -191,11 +197,19 @@ class LocalReader:
     """
 
     is_local = True
+    identity: str | None
 
     def __init__(self, path: Path) -> None:
         self.bytes_read = 0
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `close`
-        self.size = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        self.size = status.st_size
+        changed = max(status.st_mtime_ns, status.st_ctime_ns)
+        self.identity = None
+        # A file that has just been written may change again without a new time.
+        if time.time_ns() - changed > _SETTLED_NS:
+            numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, changed)
+            self.identity = "-".join(map(str, numbers))
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
         """See `StorageReader`."""

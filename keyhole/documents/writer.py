@@ -66,12 +66,12 @@ class Writer:
         except FileNotFoundError:
             return False
         try:
-            header = header_of(reader, digest, self._fingerprint)
+            header_of(reader, digest, self._fingerprint)
         except RecordError:
             return False
         finally:
             reader.close()
-        return header.is_current  # a record of an older version is rewritten
+        return True
 
     def add(
         self,
@@ -113,7 +113,7 @@ class Writer:
         try:
             with self._catalogue.locked():
                 self._commit(head, origin, staged, size, overwrite)
-                return self._catalogue.index.infos(self._model, name)[0]
+                return self._catalogue.index.infos(self._model, [name])[0]
         finally:
             staged.discard()
 

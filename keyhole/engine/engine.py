@@ -79,8 +79,7 @@ class Engine:
         head: RetrievalHead | None = None,
         copies: SharedPromptCache | None = None,
     ) -> None:
-        if model.is_hybrid:
-            config, copies = recurrent_layers.settings(model.name, config), None
+        copies = None if model.is_hybrid else copies  # which have no recurrent state
         self.lock = FairLock()
         self.model = model
         self.config = config
@@ -101,7 +100,7 @@ class Engine:
             config, copies, head = replace(config, graphs=False), None, draft.head
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
-        self.recurrent = recurrent_layers.new_state(model.network, config.max_batch)
+        self.recurrent = recurrent_layers.new_state(model.name, model.network, config)
         wanted = config.graphs and self.policy.capturable is True and self.recurrent is None
         recorder = make_recorder(model.device) if wanted else None
         self.offloader: LayerOffloader | None = None
@@ -128,6 +127,7 @@ class Engine:
             max_length=self.max_length,
             known=self._known,
             pace=self.pace,
+            recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
         self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)

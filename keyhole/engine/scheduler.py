@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.cache.recurrent_state import RecurrentState
+from keyhole.cache.state_snapshots import StateSnapshots
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import Demand
 from keyhole.engine.decode_inputs import page_limit
@@ -84,11 +86,15 @@ class Scheduler:
         max_length: int,
         known: Callable[[Sequence], int],
         pace: Pace,
+        recurrent: RecurrentState | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._cache = cache
         self._prefix = prefix
+        self._states: StateSnapshots | None = None  # after cached prefixes
+        if prefix is not None and recurrent is not None:
+            self._states = StateSnapshots(recurrent, cache.page_size)
         self._config = config
         self._max_length = max_length
         self._known = known
@@ -121,6 +127,7 @@ class Scheduler:
         plan = SchedulerOutput()
         budget = self._config.prefill_chunk
         for sequence in list(self.running):
+            self._keep_state(sequence)
             if sequence.slot < 0:  # pre-empted in this loop for an older one
                 continue
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
@@ -138,7 +145,7 @@ class Scheduler:
         """
         if not budget or not plan.chunks:
             return
-        left = [s.prefill_end - s.num_computed - count for s, count in plan.chunks]
+        left = [self._left(s) - count for s, count in plan.chunks]
         for place in sorted(range(len(left)), key=left.__getitem__):
             sequence, count = plan.chunks[place]
             if sequence.context is None and sequence.slot >= 0:
@@ -302,13 +309,25 @@ class Scheduler:
 
         A prompt takes only its share while other prompts are to be computed.
         """
-        left = sequence.prefill_end - sequence.num_computed
+        left = self._left(sequence)
         if self._are_others(sequence):
             budget = min(budget, self._most_of_one)
         if sequence.context is None or not any(one.is_decoding for one in self.running):
             return min(budget, left)
         # These tokens share matrix products with the decoding ones, so any number of them will do.
         return min(left, budget, self._pace.tokens)
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens of a prompt that may be computed in one step: up to where its state is kept."""
+        begin = sequence.num_computed
+        end = next((end for end in sequence.state_ends if end > begin), sequence.prefill_end)
+        return end - begin
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        """Keeps the recurrent state of a prompt that has come to one of `state_ends`."""
+        end, group = sequence.num_computed, sequence.page_group
+        if self._states is not None and sequence.exact and end in sequence.state_ends:
+            self._states.save(sequence.tokens, end, group, sequence.slot)
 
     def _are_others(self, sequence: Sequence) -> bool:
         """Whether the prompt of another sequence is to be computed, too."""
@@ -345,6 +364,9 @@ class Scheduler:
             sequence.num_cached = max(sequence.num_cached, cached)
             sequence.first = sequence.num_computed
         sequence.slot = self._slots.pop()
+        if self._states is not None and sequence.num_computed:
+            known, group = sequence.num_computed, sequence.page_group
+            self._states.load(sequence.tokens, known, group, sequence.slot)
         sequence.begun = sequence.begun or time.perf_counter()
         self.running.append(sequence)
         return True
@@ -356,12 +378,18 @@ class Scheduler:
         policy, size = sequence.under.policy, self._cache.page_size
         pages, sequence.exact = self._prefix.match(
             sequence.tokens,
-            end=sequence.prefill_end,
+            # A recurrent state cannot be taken back by a token, for the logits of the last one.
+            end=sequence.prefill_end - (self._states is not None),
             approximate=sequence.reuse_approximate,
             by=policy,
             group=sequence.page_group,
             reusable=policy.reusable,
         )
+        if self._states is not None:
+            place = (len(pages) * size, sequence.prefill_end, sequence.page_group)
+            known, sequence.state_ends = self._states.usable(sequence.tokens, *place)
+            self._cache.release(pages[known // size :])
+            del pages[known // size :]
         sequence.pages, computed = pages, len(pages) * size
         sequence.repeated = None
         if computed == sequence.prefill_end:

@@ -118,6 +118,7 @@ class Sequence:
     offloaded: layers in RAM or on disk at its last step; None if none can go there.
     repeated: the place of a token that is computed again only for its logits.
     first: the first token that is computed for it since it began to run; those before were known.
+    state_ends: where its prompt stops for the recurrent state to be kept, whole pages.
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
     evicted_pages: how many were evicted; the list of pages has a gap for each. exact: whether all
     that the prompt was computed over is exact (see cache/prefix.py). blocks_read, blocks_before:
@@ -156,6 +157,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     prefill_end: int = 0
+    state_ends: tuple[int, ...] = ()
     exact: bool = True
     blocks_read: Tensor | int = 0
     blocks_before: int = 0

@@ -11,7 +11,7 @@ Token space: all tokens of all documents in a row, T of them; document i owns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -21,49 +21,35 @@ from keyhole.config import settle_types, short_repr
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LayerFacts", "PlacedDocument", "RecomputePlan", "Reuse", "starts"]
+    from keyhole.documents.record import LayerStatistics
+
+__all__ = ["PlacedDocument", "RecomputePlan", "Reuse", "Shift", "starts"]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerFacts:
-    """One layer's statistics of a document's blocks; keys and queries are at prompt positions.
-
-    A method's inputs and results are on the CPU.
-
-    block_keys: float32 [N, Hkv, D], mean key of each block.
-    block_queries: float32 [N, Hq, D], mean query of each block.
-    representatives: int64 [N], the representative token of each block, counted from 0 in the
-    document.
-    representative_keys: float32 [N, Hkv, D], its key.
-    alpha: float32 [N], how fast the attention that it receives decays; smaller is more important.
-    received: float32 [N], the mean attention that it receives. Both are +inf for blocks at the ends
-    that cannot be compared.
-    """
-
-    block_keys: Tensor
-    block_queries: Tensor
-    representatives: Tensor
-    representative_keys: Tensor
-    alpha: Tensor
-    received: Tensor
+#: Rotates keys or queries [..., D] of a layer, in any position, by int64 that broadcasts against
+#: all dimensions but the last: shift(layer, x, by).
+Shift = Callable[[int, "Tensor", "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedDocument:
-    """A stored document at its position in a prompt.
+    """A stored document at its position in a prompt. A method's inputs and results are on the CPU.
 
     length: tokens. offset: position of its first token in the prompt. block_size: tokens per block;
-    the last block may be shorter. extremes: per layer float32 [N, k, Hkv, D], of each block and
-    head the keys farthest from their mean; rotated at every call, by methods with `Reuse.extremes`
-    only.
+    the last block may be shorter. layers: its statistics, whose keys and queries are rotated as if
+    the document began at position 0. extremes: per layer [N, k, Hkv, D], of each block and head the
+    keys farthest from their mean, rotated alike; read by methods with `Reuse.extremes` only. shift:
+    the model's rotation, by which queries are moved (`block_scores.moved`); None: keys are used at
+    the positions where they are stored.
     """
 
     name: str
     length: int
     offset: int
     block_size: int
-    layers: Sequence[LayerFacts]
+    layers: Sequence[LayerStatistics]
     extremes: Sequence[Tensor] = ()
+    shift: Shift | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -96,7 +82,7 @@ class Reuse:
     exact: ClassVar[bool] = False
     #: True if every layer has all tokens of all documents afterwards.
     keeps_all: ClassVar[bool] = False
-    #: True if `plan` uses the facts of all layers, which are then read before it, layer by layer.
+    #: True if `plan` looks at the statistics of all layers.
     reads_facts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from keyhole.reuse.base import LayerFacts, PlacedDocument
+from keyhole.documents.record import LayerStatistics
+from keyhole.reuse.base import PlacedDocument
 from keyhole.reuse.block_statistics import block_means
 
 
@@ -60,7 +61,7 @@ class Blocks:
 
 
 def gather(
-    documents: Sequence[PlacedDocument], fact: Callable[[LayerFacts], Tensor]
+    documents: Sequence[PlacedDocument], fact: Callable[[LayerStatistics], Tensor]
 ) -> list[Tensor]:
     """Per layer a statistic [N, ...] of each document, concatenated to [M, ...]."""
     layers = range(len(documents[0].layers))
@@ -87,14 +88,33 @@ def personal_queries(query: Tensor, local: Tensor) -> Tensor:
     return query + (added if mean is query else added[:, None])
 
 
-def key_scores(query: Tensor, keys: Tensor) -> Tensor:
-    """<Q, K> of a query [Hq, D] and each of the keys [N, Hkv, D], float32 [N].
+def moved(
+    documents: Sequence[PlacedDocument], layer: int, queries: Tensor, *, back: bool
+) -> Tensor:
+    """Queries [n, ..., Hq, D], one entry per document, rotated from the document's positions to
+    those in the prompt, or back.
 
-    Each KV head faces its group of query heads.
+    <rotated q, rotated k> depends on the distance alone, so that a query that is rotated back
+    scores the stored keys as they are: one query is rotated instead of the keys of every block.
+    """
+    shift = documents[0].shift
+    if shift is None:
+        return queries
+    by = torch.tensor([-own.offset if back else own.offset for own in documents])
+    return shift(layer, queries, by.view(-1, *[1] * (queries.ndim - 2)))
+
+
+def key_scores(queries: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """<Q, K> of each document's query and each of its keys, in a row, float32 [M].
+
+    queries float32 [n, Hq, D]; keys [N, Hkv, D] of each of the n documents. Each KV head faces its
+    group of query heads.
     """
     # <q1, k> + <q2, k> = <q1 + q2, k>
-    grouped = query.unflatten(0, (keys.shape[1], -1)).sum(1)
-    scores: Tensor = keys.flatten(1) @ grouped.flatten()
+    grouped = queries.unflatten(1, (keys[0].shape[1], -1)).sum(2).flatten(1)
+    counts = torch.tensor([len(own) for own in keys])
+    asked = grouped.repeat_interleave(counts, 0)
+    scores: Tensor = (torch.cat([*keys]).float().flatten(1) * asked).sum(1)
     return scores
 
 

@@ -40,6 +40,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+#: The last blocks of a document whose mean queries are stored: the first blocks' are never read.
+MOST_LOCAL_BLOCKS = 4
+
 # Weights held at once. On a CPU they should stay near its caches, a GPU wants large steps.
 _MOST_WEIGHTS = {"cpu": 1 << 20}
 _MOST_WEIGHTS_ELSEWHERE = 1 << 26

@@ -40,7 +40,7 @@ import torch
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
-from keyhole.reuse.block_scores import Blocks, best, fitting, gather, key_scores
+from keyhole.reuse.block_scores import Blocks, best, fitting, key_scores, moved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,13 +84,12 @@ class MultiInfLLM(Reuse):
         """First and last blocks, and the best between; ties go to the earlier."""
         blocks = Blocks.of(documents)
         ends = self._ends(blocks)
-        keys = gather(documents, lambda facts: facts.representative_keys)
-        kept = ends.repeat(len(keys), 1)
+        kept = ends.repeat(len(documents[0].layers), 1)
         if self._takes_all(blocks, ends):
             kept[:] = True
         else:
             assert query is not None, "the question is read over the question_context first"
-            scores = [key_scores(own.cpu(), part) for own, part in zip(query, keys, strict=True)]
+            scores = [_scores(documents, layer, own.cpu()) for layer, own in enumerate(query)]
             kept[:, ~ends] = self._best(torch.stack(scores)[:, ~ends], blocks, ends)
         tokens = blocks.tokens(kept)
         return RecomputePlan(tokens, torch.zeros_like(tokens))
@@ -117,3 +116,9 @@ class MultiInfLLM(Reuse):
         assert self.sequence_ratio is not None
         whole = round(self.sequence_ratio * int(blocks.sizes.sum()))
         return max(0, whole - int(blocks.sizes[ends].sum()))
+
+
+def _scores(documents: Sequence[PlacedDocument], layer: int, query: Tensor) -> Tensor:
+    """<query, representative key> of every block, float32 [M]; query [Hq, D]."""
+    queries = moved(documents, layer, query.expand(len(documents), -1, -1), back=True)
+    return key_scores(queries, [own.layers[layer].representative_keys for own in documents])

@@ -78,11 +78,13 @@ from keyhole.reuse.block_scores import (
     extreme_scores,
     gather,
     key_scores,
+    moved,
     only_middle,
     outliers,
     personal_queries,
     share,
 )
+from keyhole.reuse.block_statistics import MOST_LOCAL_BLOCKS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,8 +104,8 @@ def fused(new: Tensor, old: Tensor) -> Tensor:
 # The first and last blocks of a document that are always kept by default.
 _NUM_INITIAL, _NUM_LOCAL = 1, 2
 
-#: The score of each block of a document in a layer for a query.
-_Score = Callable[["Tensor", PlacedDocument, int], "Tensor"]
+#: The score of each block in a layer for its document's query, float32 [M].
+_Score = Callable[["Tensor", Sequence[PlacedDocument], int], "Tensor"]
 
 UPDATES = ("overwrite", "fusion")
 SCORES = ("mean", "extremes", "random")
@@ -160,6 +162,9 @@ class SamKV(Reuse):
         require(ends > 0, "num_initial_blocks", self.num_initial_blocks, right)
         right = "at least 1 with bias, which is made of their queries"
         good = not self.bias or self.num_local_blocks > 0
+        require(good, "num_local_blocks", self.num_local_blocks, right)
+        right = f"at most {MOST_LOCAL_BLOCKS} with bias: no more queries of a document are stored"
+        good = not self.bias or self.num_local_blocks <= MOST_LOCAL_BLOCKS
         require(good, "num_local_blocks", self.num_local_blocks, right)
         most = self.max_documents
         require(most is None or is_count(most), "max_documents", most, "at least 1, or None")
@@ -249,11 +254,12 @@ class SamKV(Reuse):
         for layer, generic in enumerate(query):
             queries = generic.cpu().expand(len(documents), *generic.shape)
             if self.bias:
-                facts = [document.layers[layer] for document in documents]
-                local = [own.block_queries[-self.num_local_blocks :].mean(0) for own in facts]
-                queries = personal_queries(queries[0], torch.stack(local))
-            pairs = zip(queries, documents, strict=True)
-            scores.append(torch.cat([score(asked, own, layer) for asked, own in pairs]))
+                stored = [document.layers[layer].local_queries for document in documents]
+                local = torch.stack([own[-self.num_local_blocks :].mean(0) for own in stored])
+                local = moved(documents, layer, local, back=False)
+                queries = personal_queries(queries[0], local)
+            queries = moved(documents, layer, queries, back=True)
+            scores.append(score(queries, documents, layer))
         return torch.stack(scores)
 
     def _shares(
@@ -305,15 +311,16 @@ class SamKV(Reuse):
         return recomputed
 
 
-def _by_mean(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
-    """<mean query, mean key> of each block, float32 [N]; query [Hq, D] or [t, Hq, D]."""
-    mean = query if query.ndim == 2 else query.mean(0)
-    return key_scores(mean, document.layers[layer].block_keys)
+def _by_mean(queries: Tensor, documents: Sequence[PlacedDocument], layer: int) -> Tensor:
+    """<mean query, mean key> of each block, float32 [M]; queries [n, Hq, D] or [n, t, Hq, D]."""
+    mean = queries if queries.ndim == 3 else queries.mean(1)
+    return key_scores(mean, [document.layers[layer].block_keys for document in documents])
 
 
-def _by_extremes(query: Tensor, document: PlacedDocument, layer: int) -> Tensor:
-    """The best score of a block's single keys for any token's query, float32 [N]."""
-    return extreme_scores(query, document.extremes[layer])
+def _by_extremes(queries: Tensor, documents: Sequence[PlacedDocument], layer: int) -> Tensor:
+    """The best score of a block's single keys for any token's query, float32 [M]."""
+    pairs = zip(queries, documents, strict=True)
+    return torch.cat([extreme_scores(asked, own.extremes[layer].float()) for asked, own in pairs])
 
 
 #: Name of the file next to a model's weights.

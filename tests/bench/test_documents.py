@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.document_reuse import many
 from benchmarks.document_reuse.prompt_time import ratios
 from benchmarks.paper import documents
 from benchmarks.paper.kinds import DocumentSettings
@@ -61,3 +65,17 @@ def test_ratios_are_those_of_the_same_turn() -> None:
         {"system": "reuse", "all_ttft_ms": [1.0, 20.0, 10.0]},
     ]
     assert ratios(results) == {"reuse": 0.25}
+
+
+def test_many_documents_are_timed_by_every_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many, "_SETTLE_S", 0)
+    output = tmp_path / "many.jsonl"
+    given = ["many", "--sizes", "3x20", "--repeat", "1", "--methods", "sam_kv", "reuse"]
+    monkeypatch.setattr(sys, "argv", [*given, "--output", str(output)])
+    many.main()
+    [size] = json.loads(output.read_text())["sizes"]
+    assert (size["documents"], size["tokens"]) == (3, 20)
+    assert size["by_recompute"].keys() == {"sam_kv", "reuse"}
+    assert size["first_ms"].keys() == {"recompute", "sam_kv", "reuse"}

@@ -33,7 +33,6 @@ def make_record(
     heads: int = 2,
     dims: tuple[int, int] = (8, 6),
     values: bool = True,
-    extremes: bool = True,
 ) -> DocumentRecord:
     random = torch.Generator().manual_seed(seed)
 
@@ -47,12 +46,12 @@ def make_record(
             keys=normal(n, heads, dims[0]).to(dtype),
             values=normal(n, heads, dims[1]).to(dtype) if values else None,
             block_keys=normal(N, heads, dims[0]),
-            block_queries=normal(N, 2 * heads, dims[0]),
+            local_queries=normal(N, 2 * heads, dims[0]),
             representatives=first + (n - 1 - first).clamp(max=block_size - 1),
             representative_keys=normal(N, heads, dims[0]).to(dtype),
             alpha=normal(N),
             received=normal(N).abs(),
-            extreme_keys=normal(N, 3, heads, dims[0]).to(dtype) if extremes else None,
+            extreme_keys=normal(N, 3, heads, dims[0]).to(dtype),
         )
         for _ in range(num_layers)
     ]
@@ -69,9 +68,8 @@ def same(stored: StoredDocument, record: DocumentRecord) -> bool:
         assert (values is None) == (layer.values is None)
         small = stored.statistics(number)
         pairs += [(getattr(small, name), getattr(layer, name)) for name in STATISTICS]
-    extremes = [x for x in (layer.extreme_keys for layer in record.layers) if x is not None]
-    assert stored.has_extremes == bool(extremes)
-    pairs += zip(stored.extreme_keys(), extremes, strict=True) if extremes else []
+    extremes = [layer.extreme_keys for layer in record.layers]
+    pairs += zip(stored.extreme_keys(), extremes, strict=True)
     sizes = (stored.block_size, stored.num_layers) == (record.block_size, len(record.layers))
     return sizes and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from keyhole.documents import reader as reader_module
+from keyhole.documents import record as record_module
+from keyhole.documents import storage as storage_module
 from keyhole.documents.record import DocumentRecord, HeadRecord
 from keyhole.documents.store import DocumentStore, RecordError
-from keyhole.errors import ConfigError, NumericalError
+from keyhole.errors import ConfigError, NumericalError, UnknownNameError
 from tests.cache.records import MODEL, make_head, make_record, place, same, store, user_cache
 
 __all__ = ["place", "store", "user_cache"]
@@ -65,20 +69,16 @@ def test_any_program_that_reads_safetensors_reads_a_record(tmp_path: Path) -> No
                 assert torch.equal(found, getattr(layer, field.name))
 
 
-def test_a_record_of_an_older_version_opens_and_is_written_anew_when_added_again(
-    store: DocumentStore,
+def test_a_record_of_an_older_version_is_refused_and_written_anew_when_added_again(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = make_record(extremes=False)
-    store.add("x", "text", old)
-    with store.open("x") as stored:
-        assert same(stored, old)
-        with pytest.raises(ConfigError, match="extreme keys of document 'x' must be stored"):
-            stored.extreme_keys()
+    with monkeypatch.context() as patch:
+        patch.setattr(record_module, "_STATISTICS", "2")
+        store.add("x", "text", make_record())
+    with pytest.raises(RecordError, match=r"'x': its record is of an older version; .*repair=True"):
+        store.open("x")
     [problem] = store.verify()
-    assert (problem.kind, problem.what) == (
-        "missing",
-        "its record is of an older version, without extreme keys, checksums or today's alpha",
-    )
+    assert (problem.kind, problem.what) == ("missing", "its record is of an older version")
     assert store.stored("x", "text") is None
     new = make_record()
     store.add("x", "text", new)
@@ -191,7 +191,7 @@ def test_sources_that_cannot_be(store: DocumentStore, source: str, error: str) -
         ("keys", (150, 16)),
         ("values", (150, 1, 6)),
         ("block_keys", (2, 2, 8)),
-        ("block_queries", (3, 4, 7)),
+        ("local_queries", (3, 4, 7)),
         ("representative_keys", (3, 2, 7)),
         ("extreme_keys", (3, 3, 2, 7)),
         ("extreme_keys", (2, 3, 2, 8)),
@@ -285,7 +285,7 @@ def test_keys_of_a_head_that_cannot_be(store: DocumentStore, head: HeadRecord, e
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["keys", "values", "block_queries", "representative_keys"])
+@pytest.mark.parametrize("name", ["keys", "values", "local_queries", "representative_keys"])
 def test_numbers_that_are_none_are_refused(store: DocumentStore, name: str, value: float) -> None:
     record = make_record()
     getattr(record.layers[2], name)[2, 1, 3] = value
@@ -315,3 +315,122 @@ def test_tensors_need_not_be_contiguous(store: DocumentStore) -> None:
     store.add("x", "text", turned)
     with store.open("x") as stored:
         assert same(stored, record)
+
+
+# Several documents at once, and documents that were open before.
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as settled as soon as they are written."""
+    monkeypatch.setattr(storage_module, "_SETTLED_NS", -(10**18))
+
+
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the small tensors that are compared with their digests from now on."""
+    names: list[str] = []
+    plain = record_module.check_tensor
+
+    def check(key: str, *others: object) -> None:
+        names.append(key)
+        plain(key, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(record_module, "check_tensor", check)
+    return names
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+def test_several_documents_are_opened_in_order_and_counted_once(
+    store: DocumentStore, number: int
+) -> None:
+    names = [f"document {i}" for i in range(number)]
+    records = [make_record(i, n=70 + i) for i in range(number)]
+    for name, record in zip(names, records, strict=True):
+        store.add(name, f"text of {name}", record)
+    opened = store.open_all(names[::-1])
+    assert [document.info.name for document in opened] == names[::-1]
+    assert [document.info.hits for document in opened] == [1] * number
+    assert all(same(*pair) for pair in zip(opened, records[::-1], strict=True))
+    for document in opened:
+        document.close()
+    assert [info.hits for info in store.list()] == [1] * number
+
+
+def test_documents_are_all_opened_or_none(store: DocumentStore, tmp_path: Path) -> None:
+    for name in "abc":
+        store.add(name, name, make_record())
+    before = store.list()
+    with pytest.raises(UnknownNameError, match="'d'"):
+        store.open_all(["a", "b", "d", "c"])
+    assert store.list() == before
+    for name in "abc":  # nothing is in use, so that nothing is left of it
+        store.remove(name)
+    assert not store._place.files("records")
+
+
+@pytest.mark.usefixtures("settled")
+def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(1))
+    names = hashed(monkeypatch)
+    with store.open("x") as stored:
+        assert same(stored, make_record(1))
+        read = stored.bytes_read
+    assert "token_ids" in names
+    names.clear()
+    with store.open("x") as stored:
+        assert same(stored, make_record(1))
+        assert stored.bytes_read < read
+    assert names == []
+    store.add("x", "text", make_record(2), overwrite=True)  # another file of the same name
+    with store.open("x") as stored:
+        assert same(stored, make_record(2))
+    assert "token_ids" in names
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_that_changes_after_it_was_hashed_is_hashed_again(tmp_path: Path) -> None:
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(1))
+    store.open("x").close()
+    [file] = (tmp_path / "records").iterdir()
+    time.sleep(0.02)  # longer than the clock of a file system takes to move
+    with file.open("r+b") as changed:
+        changed.seek(8 + int.from_bytes(changed.read(8), "little"))
+        changed.write(b"\xff")
+    with pytest.raises(RecordError, match="token_ids of its record has changed"):
+        store.open("x")
+
+
+def test_a_file_that_was_just_written_is_hashed_at_every_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tick of the file system's clock, a change leaves no trace in the file's times."""
+    monkeypatch.setattr(storage_module, "_SETTLED_NS", 10**18)
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(1))
+    store.open("x").close()
+    names = hashed(monkeypatch)
+    store.open("x").close()
+    assert "token_ids" in names
+
+
+@pytest.mark.usefixtures("settled")
+def test_the_least_recently_opened_records_are_dropped_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DocumentStore(tmp_path, MODEL)
+    for name in "abc":
+        store.add(name, name, make_record())
+    with store.open("a") as stored:
+        size = stored._record.num_bytes
+    store._verified = reader_module.VerifiedRecords(MODEL, 2 * size)
+    for name in "abab":
+        store.open(name).close()
+    names = hashed(monkeypatch)
+    store.open("c").close()  # a was used before b
+    assert names.count("token_ids") == 1
+    store.open("b").close()
+    assert names.count("token_ids") == 1
+    store.open("a").close()
+    assert names.count("token_ids") == 2

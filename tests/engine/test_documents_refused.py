@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.engine.documents.encoder import Encoding, encode_in_pieces
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import (
     CapacityError,
@@ -111,34 +108,23 @@ def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:
 def test_a_record_of_an_older_version_is_named_and_encoded_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no extreme keys: whoever does not ask for them can read it all the same."""
-
-    def old(*arguments: Any, **settings: Any) -> Encoding:
-        record = yield from encode_in_pieces(*arguments, **settings)
-        layers = [dataclasses.replace(layer, extreme_keys=None) for layer in record.layers]
-        return dataclasses.replace(record, layers=layers)
-
     texts = {name: f"the {name} lamp is off, the other is on " * 5 for name in ("red", "blue")}
     with monkeypatch.context() as patched:
-        patched.setattr("keyhole.engine.documents.library.encode_in_pieces", old)
+        patched.setattr("keyhole.documents.record._STATISTICS", "2")
         for name, text in texts.items():
             llm.documents.add(name, text, block_size=8)
-    by_mean = SamKV(block_size=8)
-    by_extremes = SamKV(block_size=8, score="extremes", share=0.5)
-    before = llm.ask("which?", ["red", "blue"], reuse=by_mean, params=FEW)
+    reuse = SamKV(block_size=8, score="extremes", share=0.5)
     for name in ("red", "blue"):
-        with pytest.raises(RequestError, match=f"'{name}': its record has no extreme keys.*repair"):
-            llm.ask("which?", [name], reuse=by_extremes, params=FEW)
+        with pytest.raises(RequestError, match=f"'{name}': its record is of an older.*repair"):
+            llm.ask("which?", [name], reuse=reuse, params=FEW)
     assert [problem.name for problem in llm.documents.verify()] == ["blue", "red"]
 
     llm.documents.add("red", texts["red"], block_size=8)
     assert [problem.name for problem in llm.documents.verify(repair=True)] == ["blue"]
     assert llm.documents.verify() == []
-    found = llm.ask("which?", ["red", "blue"], reuse=by_extremes, params=FEW)
+    found = llm.ask("which?", ["red", "blue"], reuse=reuse, params=FEW)
     assert found.reused is not None
     assert found.reused.shares == (0.5, 0.5)
-    after = llm.ask("which?", ["red", "blue"], reuse=by_mean, params=FEW)
-    assert after.token_ids == before.token_ids
 
 
 def test_positions_are_the_limit_and_so_is_memory(checkpoint: str, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def statistics(layers: int, blocks: int) -> list[LayerStatistics]:
     return [
         LayerStatistics(
             block_keys=none,
-            block_queries=none,
+            local_queries=none,
             representatives=none,
             representative_keys=none,
             alpha=torch.rand(blocks),

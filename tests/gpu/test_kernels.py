@@ -114,6 +114,28 @@ def test_a_prompt_over_blocks(
     check(found, reference.block_sparse_prefill(*given, **options), dtype)
 
 
+@pytest.mark.one_in(5)
+@cases(SHAPES)
+@pytest.mark.parametrize("quantised", [None, torch.int8, torch.uint8])
+@pytest.mark.parametrize("window", [None, 40])
+def test_tokens_at_any_positions_over_chosen_ones(
+    shape: tuple[int, ...], dtype: torch.dtype, quantised: torch.dtype | None, window: int | None
+) -> None:
+    cache = Cache(shape, dtype)
+    softcap, sinks = (None, None) if quantised is None else (5.0, cache.sinks)
+    if quantised is not None and shape[2:] not in MLA:
+        cache.quantise(quantised)
+    heads, order = shape[0] * shape[1], torch.randperm(LENGTHS[1], generator=cache.random)
+    tokens = order[: LENGTHS[1] * 2 // 3].sort().values
+    positions = order[: LENGTHS[1] // 3].sort().values
+    options = {"scale": cache.scale, "window": window, "softcap": softcap, "sinks": sinks}
+    query = torch.randn(len(positions), heads, shape[2], generator=cache.random)
+    given = (query.to(DEVICE, dtype), cache.keys, cache.values, cache.table[1].long())
+    chosen = (positions.to(DEVICE), tokens.to(DEVICE))
+    found = run("sparse_prefill", *given, *chosen, **options)
+    check(found, reference.sparse_prefill(*given, *chosen, **options), dtype)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["softcap"] if COMPILED == "few" else ["window", "softcap", "sinks"]

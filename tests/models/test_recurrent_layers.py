@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +134,84 @@ def test_generated_tokens_equal_those_of_transformers() -> None:
 
 
 def test_several_completions_of_a_prompt() -> None:
-    """Each computes the prompt for itself, and none sees the state of another."""
+    """The prompt is computed once, up to its last page, and none sees the state of another."""
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True, n=3)
-    llm = LLM(network_of("lfm2"), device="cpu", memory="16MB", prefill_chunk=7)
-    found = llm.generate({"prompt_token_ids": texts()[2][0]}, params).completions
+    llm = LLM(network_of("lfm2"), device="cpu", memory="16MB", prefill_chunk=7, page_size=PAGE)
     alone = [
-        llm.generate({"prompt_token_ids": texts()[2][0]}, single).token_ids
+        LLM(network_of("lfm2"), device="cpu", memory="16MB", prefix_cache=False)
+        .generate({"prompt_token_ids": texts()[2][0]}, single)
+        .token_ids
         for single in params.each()
     ]
-    assert [one.token_ids for one in found] == alone
+    result = llm.generate({"prompt_token_ids": texts()[2][0]}, params)
+    assert [one.token_ids for one in result.completions] == alone
     assert len({tuple(tokens) for tokens in alone}) > 1
+    cached = [one.stats.cached_prompt_tokens for one in result.completions]
+    assert cached == [0, 2 * PAGE, 2 * PAGE]
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_a_cached_prefix_goes_on_from_its_state(family: str) -> None:
+    engine = engine_of(family, prefix_cache=True, prefill_chunk=PAGE + 1)
+    for _ in range(2):
+        sequences = [add(engine, text) for text in texts()]
+        run(engine)
+        assert_exact(family, sequences)
+    cached = [sequence.num_cached for sequence in sequences]
+    assert cached == [(n - 1) // PAGE * PAGE for n in LENGTHS]
+
+
+def test_the_state_is_kept_where_prompts_part() -> None:
+    """The second prompt leaves the first after two pages, and the third one begins there."""
+    prompts = [texts()[2][0] + texts()[i][0] * 2 for i in (0, 3, 4)]
+    engine = engine_of("lfm2", prefix_cache=True)
+    found = []
+    for prompt in prompts:
+        found.append(add(engine, (prompt, [5, 6])))
+        run(engine)
+    assert [sequence.num_cached for sequence in found] == [0, 0, 2 * PAGE]
+    network = network_of("lfm2")
+    for prompt, sequence in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            theirs = network(torch.tensor([[*prompt, 5, 6]])).logits[0, len(prompt) - 1 :]
+        assert (torch.stack(sequence.logits) - theirs).abs().max() < TOLERANCE * theirs.std()
+
+
+def test_few_states_are_kept_and_the_oldest_goes_first() -> None:
+    engine = engine_of("lfm2", prefix_cache=True, max_batch=2)
+    cached = []
+    for i in (2, 4, 3, 2, 4):  # each has one full page or more before its last token, except 3
+        sequence = add(engine, texts()[i])
+        run(engine)
+        found, theirs = torch.stack(sequence.logits), expected("lfm2")[i]
+        assert (found - theirs).abs().max() < TOLERANCE * theirs.std()
+        cached.append(sequence.num_cached)
+    assert cached == [0, 0, 0, 2 * PAGE, PAGE]
+    for seed in range(2):  # two others take the place of all
+        add(engine, ([seed + 3] * 20, [5]))
+    run(engine)
+    sequence = add(engine, texts()[2])
+    run(engine)
+    assert sequence.num_cached == 0
+
+
+@pytest.mark.parametrize("name", ["delta", "quest", "clusterkv", "raas"])
+def test_policies_go_on_from_cached_prefixes(name: str, hybrid: Any) -> None:
+    """Those that copy pages, those that keep data with them, and those that evict."""
+    policy = make_policy(name, {"token_budget": 64})
+    engine = LLM(hybrid, policy, page_size=4, memory="16MB").engine
+    logits = []
+    for _ in range(2):
+        sequence = add(engine, (texts()[2][0], texts()[4][0]))
+        run(engine)
+        logits.append(torch.stack(sequence.logits))
+    assert sequence.num_cached > 0
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("policy", [None, DELTA])
-def test_preemption_and_replay_change_nothing(policy: Any) -> None:
+def test_preemption_and_replay_change_nothing(policy: Any, prefix_cache: bool) -> None:
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     alone = []
     for prompt, _ in texts()[2:]:
@@ -159,7 +222,9 @@ def test_preemption_and_replay_change_nothing(policy: Any) -> None:
     assert state is not None
     # Two sequences of up to five pages each run at once.
     memory = state.nbytes + 8 * one.cache.page_bytes
-    engine = engine_of("lfm2", policy, memory=memory)
+    if prefix_cache:
+        memory += state.nbytes
+    engine = engine_of("lfm2", policy, memory=memory, prefix_cache=prefix_cache)
     together = [engine.add(request.prompt, params, keep_logits=True) for request in alone]
     preempted = 0
     while engine.has_work:
@@ -236,17 +301,13 @@ def test_a_policy_selects_for_the_layers_of_attention(hybrid: Any) -> None:
     assert result.stats.attended_fraction < 0.9
 
 
-def test_the_prefix_cache_is_off_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "keyhole"):
-        engine = LLM(network_of("lfm2"), device="cpu", memory="16MB").engine
-    assert engine.prefix is None
-    assert caplog.text.count("the prefix cache is off") == 1
-
-
 def test_the_state_takes_part_of_the_memory() -> None:
     engine = engine_of("lfm2", max_batch=4, memory="1MB")
     assert engine.recurrent is not None
     assert engine.max_pages == (10**6 - engine.recurrent.nbytes) // engine.cache.page_bytes
+    kept = engine_of("lfm2", max_batch=4, memory="1MB", prefix_cache=True).recurrent
+    assert kept is not None
+    assert kept.nbytes == 2 * engine.recurrent.nbytes
     with pytest.raises(ConfigError, match="beside a recurrent state"):
         engine_of("lfm2", max_batch=4, memory=engine.recurrent.nbytes)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from keyhole.reuse.base import LayerFacts, PlacedDocument
+from keyhole.documents.record import LayerStatistics
+from keyhole.reuse.base import PlacedDocument
 
 
 def make_documents(
@@ -33,9 +34,9 @@ def make_documents(
             # Any token of the block, the last block being shorter.
             place = torch.rand(number, generator=rng) * (length - starts).clamp(max=block_size)
             facts.append(
-                LayerFacts(
+                LayerStatistics(
                     block_keys=torch.randn(number, kv_heads, size, generator=rng),
-                    block_queries=torch.randn(number, heads, size, generator=rng),
+                    local_queries=torch.randn(number, heads, size, generator=rng),
                     representatives=starts + place.long(),
                     representative_keys=torch.randn(number, kv_heads, size, generator=rng),
                     alpha=torch.randn(number, generator=rng),

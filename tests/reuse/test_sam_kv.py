@@ -78,7 +78,7 @@ def plain_plan(
 
     personal = []
     for layer in range(depth):
-        local = [d.layers[layer].block_queries[-last:].double().mean(0) for d in documents]
+        local = [d.layers[layer].local_queries[-last:].double().mean(0) for d in documents]
         row = []
         for i in range(count):
             own = generic[layer].clone()
@@ -453,6 +453,7 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
         ({"num_initial_blocks": -1}, "num_initial_blocks -1 must be a whole number >= 0"),
         ({"num_local_blocks": True}, "num_local_blocks True"),
         ({"num_local_blocks": 0}, "num_local_blocks 0 must be at least 1 with bias"),
+        ({"num_local_blocks": 5}, "num_local_blocks 5 must be at most 4 with bias"),
         (
             {"num_initial_blocks": 0, "num_local_blocks": 0, "bias": False},
             "num_initial_blocks 0 must be at least 1 together",

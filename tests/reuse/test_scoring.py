@@ -50,7 +50,7 @@ def test_a_score_is_the_sum_over_query_heads(heads: int, kv_heads: int) -> None:
     rng = torch.Generator().manual_seed(heads)
     query = torch.randn(heads, 8, generator=rng)
     keys = torch.randn(7, kv_heads, 8, generator=rng)
-    found = key_scores(query, keys)
+    found = key_scores(query[None], [keys])
     for b in range(7):
         wanted = 0.0
         for h in range(heads):
@@ -80,7 +80,7 @@ def test_a_share_is_equation_2() -> None:
         alpha, received = torch.rand(9, generator=rng), torch.rand(9, generator=rng)
         ends = torch.zeros(9, dtype=torch.bool)
         ends[[0, 7, 8]] = True
-        scores = key_scores(query, keys)
+        scores = key_scores(query[None], [keys])
         found = float(share(scores[None], alpha[None], received[None], ends)[0])
         wanted = plain_share(query, keys, alpha.tolist(), received.tolist(), [0, 7, 8])
         assert found == pytest.approx(wanted, abs=1e-5)

@@ -27,7 +27,12 @@ from keyhole.models.model import Model
 from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.policies.controls import Full
 from keyhole.reuse.block_scores import extreme_keys
-from keyhole.reuse.block_statistics import BlockMeans, ReceivedAttention, block_means
+from keyhole.reuse.block_statistics import (
+    MOST_LOCAL_BLOCKS,
+    BlockMeans,
+    ReceivedAttention,
+    block_means,
+)
 
 #: Yields after each piece of work how many tokens it computed, and returns the record.
 Encoding = Generator[int, None, DocumentRecord]
@@ -188,7 +193,7 @@ class _Watch:
             keys=rows.cpu(),
             values=values,
             block_keys=block_means(keys, self._block_size).cpu(),
-            block_queries=self._queries[layer].finish().cpu(),
+            local_queries=self._queries[layer].finish()[-MOST_LOCAL_BLOCKS:].cpu(),
             representatives=found.representatives.cpu(),
             representative_keys=keys[found.representatives].cpu(),
             alpha=found.alpha.cpu(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,19 +177,28 @@ class Documents:
             return None
 
     def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
-        """Opens a document; it cannot be deleted until it is closed.
+        """Opens a document; see `open_all`."""
+        return self.open_all([name], with_head=with_head)[0]
+
+    def open_all(
+        self, names: Sequence[str], *, with_head: bool = False
+    ) -> builtins.list[StoredDocument]:
+        """Opens documents of different names; they cannot be deleted until they are closed.
 
         with_head: with the keys of this engine's retrieval head, if it has one that needs features.
         A document that was stored without them is encoded again, once, and stored with them.
         """
         head_runner = self._engine.head_runner if with_head else None
         head = None if head_runner is None else head_runner.stored_as
-        document = self.store.open(name)
-        while head is not None and head not in document.heads:
-            with document:
-                self._encode_with_head(document)
-            document = self.store.open(name)
-        return document
+        with ExitStack() as stack:
+            documents = [stack.enter_context(one) for one in self.store.open_all(names)]
+            for i, name in enumerate(names):
+                while head is not None and head not in documents[i].heads:
+                    with documents[i] as document:
+                        self._encode_with_head(document)
+                    documents[i] = stack.enter_context(self.store.open(name))
+            stack.pop_all()
+            return documents
 
     def _encode_with_head(self, document: StoredDocument) -> None:
         """Stores a document again, with this engine's head keys besides those of other heads."""

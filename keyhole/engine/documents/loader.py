@@ -24,14 +24,15 @@ from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
-from keyhole.engine.documents.placed_facts import PlacedFacts
+from keyhole.engine.documents.pinned_ring import PinnedRing
+from keyhole.engine.documents.placed import placed
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse.base import PlacedDocument
 
-#: Keys and values of some tokens of a layer.
+#: Keys and values of some tokens of a layer, on the CPU.
 _Rows = tuple[Tensor, Tensor | None]
 
 #: Tokens between two runs that are read along with them: one more read costs about as much.
@@ -43,24 +44,23 @@ _PIECE = 1024
 class Loader:
     """The documents of one prompt.
 
-    present: bool [L, T], whose keys and values are in the pages already.
+    ring: copies rows to the model's device. present: bool [L, T], whose keys and values are in the
+    pages already.
     """
 
     def __init__(
-        self, context: Context, cache: PageCache, rope_shift: RopeShift, device: torch.device
+        self, context: Context, cache: PageCache, rope_shift: RopeShift, ring: PinnedRing
     ) -> None:
         self._context = context
         self._cache = cache
         self._rope_shift = rope_shift
-        self._device = device
+        self._ring, self._device = ring, ring.device
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         # The RoPE shift of each token: from its position in the document to the one in the prompt.
         self._by = np.repeat(np.asarray(context.offsets, np.int64), lengths)
         self.num_layers = len(cache.keys)
-        shift = rope_shift if context.reuse.shifts_rope else None
-        self._facts = PlacedFacts(context.documents, context.offsets, self.num_layers, shift)
         self.present = torch.zeros(self.num_layers, int(self._starts[-1]), dtype=torch.bool)
 
     @property
@@ -70,8 +70,9 @@ class Loader:
         return sum(document.bytes_read for document in set(self._context.documents))
 
     def placed(self) -> list[PlacedDocument]:
-        """The documents as a reuse method sees them, on the CPU; facts are read on first use."""
-        return self._facts.documents()
+        """The documents as a reuse method sees them, on the CPU."""
+        shift = self._rope_shift.shift if self._context.reuse.shifts_rope else None
+        return placed(self._context.documents, self._context.offsets, shift)
 
     def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
         """Loads tokens, bool [L, T], into their pages, except those that are present.
@@ -82,12 +83,6 @@ class Loader:
         for layer, row in enumerate(missing.numpy()):
             yield from self._load_layer(layer, np.flatnonzero(row), pages)
         self.present |= missing
-
-    def facts(self) -> Iterator[None]:
-        """Reads the facts of all layers, one layer per iteration."""
-        for layer in range(self.num_layers):
-            self._facts.read(layer)
-            yield
 
     def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
         """wanted: the tokens, ascending; short runs of them share a piece."""
@@ -105,10 +100,10 @@ class Loader:
             yield
 
     def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[_Rows], pages: PageList) -> None:
-        key = torch.cat([keys for keys, _ in parts])
+        key = self._ring.send([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
-            value = torch.cat([values for _, values in parts if values is not None])
+            value = self._ring.send([values for _, values in parts if values is not None])
         if self._context.reuse.shifts_rope:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
@@ -118,7 +113,7 @@ class Loader:
         kernels.append(self._cache.keys[layer], values, key, value, slots)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
-        """The stored rows of the wanted tokens on the device, document by document."""
+        """The stored rows of the wanted tokens, document by document."""
         edges = np.searchsorted(wanted, self._starts)
         for i, document in enumerate(self._context.documents):
             own = wanted[edges[i] : edges[i + 1]] - self._starts[i]
@@ -139,10 +134,10 @@ class Loader:
             for done in range(0, len(run), _PIECE):
                 part = run[done : done + _PIECE]
                 start, stop = int(part[0]) - first, int(part[-1]) + 1 - first
-                key = keys[start:stop].to(self._device)
-                value = None if values is None else values[start:stop].to(self._device)
+                key = keys[start:stop]
+                value = None if values is None else values[start:stop]
                 if len(part) < stop - start:
-                    places = torch.from_numpy(part - part[0]).to(self._device)
+                    places = torch.from_numpy(part - part[0])
                     key, value = key[places], None if value is None else value[places]
                 yield key, value
 

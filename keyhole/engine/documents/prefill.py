@@ -27,7 +27,6 @@ from keyhole.cache.layout import Geometry
 from keyhole.cache.packing import Packing
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
-from keyhole.documents.integrity import RecordError
 from keyhole.engine.documents.filled_pages import FilledPages, fill_key
 from keyhole.engine.documents.filling import (
     Context,
@@ -39,6 +38,7 @@ from keyhole.engine.documents.filling import (
     Units,
 )
 from keyhole.engine.documents.loader import Loader, PlacedHead
+from keyhole.engine.documents.pinned_ring import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
@@ -80,13 +80,14 @@ class DocumentPrefill:
         self._head_runner = head_runner
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
+        self._ring = PinnedRing(model.device)
         # Data of a page may depend on more than what fills it.
         self.filled = FilledPages(cache) if policy.shares_pages else None
 
     def check(self, context: Context) -> None:
         """Checks that the method supports the documents and the policy.
 
-        ConfigError if not; RecordError for a document that must be encoded again.
+        ConfigError if not.
         """
         wanted = getattr(context.reuse, "block_size", None)
         for document in context.documents:
@@ -95,9 +96,6 @@ class DocumentPrefill:
                     f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
                     f"{document.block_size}, as document {document.info.name!r} was encoded with"
                 )
-            if context.reuse.extremes and not document.has_extremes:
-                what, right = "its record has no extreme keys", "a record with them"
-                raise RecordError("missing", what, right, document.info.name)
 
         if self._policy.reads_queries:
             raise ConfigError(
@@ -195,7 +193,7 @@ class DocumentPrefill:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._rope_shift, self._model.device)
+        return Loader(context, self._cache, self._rope_shift, self._ring)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None without a head."""
@@ -232,8 +230,6 @@ class _Prompt:
         question_context = self._reuse.question_context(placed)
         if question_context is not None:
             query = yield from self._first_reading(question_context)
-        if self._reuse.reads_facts:
-            yield from _each("facts", self._loader.facts())
         yield "plan"
         plan = self._checked(self._reuse.plan(placed, query))
         if self._reuse.probe_layer is not None:
@@ -389,8 +385,8 @@ class _Prompt:
 
         yield from self._pass(question, self._seen(everywhere, question), queries=note)
         if self._reuse.extremes:
-            return [torch.cat(part) for part in parts]
-        return [torch.stack(part).sum(0) / len(question) for part in parts]
+            return _to_cpu([torch.cat(part) for part in parts])
+        return _to_cpu([torch.stack(part).sum(0) / len(question) for part in parts])
 
     def _deviation(self, plan: RecomputePlan, layer: int) -> _Work[Tensor]:
         """Computes the first layers for all tokens that the plan writes there."""
@@ -482,6 +478,13 @@ class _Prompt:
             if head is not None:
                 head.take(part, batch)
             done += len(part)
+
+
+def _to_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies tensors of one device to the CPU at once: the device is waited for once."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:

@@ -57,10 +57,10 @@ def assemble(
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
     if reuse.max_documents is not None and len(set(names)) > reuse.max_documents:
         names = documents.choose(_text_of(tokenizer, question), names, reuse.max_documents)
+    each = [*dict.fromkeys(names)]  # a name that occurs twice is opened once
     opened: dict[str, StoredDocument] = {}
-    for name in names:  # a name that occurs twice is opened once
-        if name not in opened:
-            opened[name] = stack.enter_context(documents.open(name, with_head=not reuse.exact))
+    for document in documents.open_all(each, with_head=not reuse.exact):
+        opened[document.info.name] = stack.enter_context(document)
     with engine.lock:  # no two threads at once in the tokenizer
         if chat:
             prefix, question = _in_chat(tokenizer, prefix, question)

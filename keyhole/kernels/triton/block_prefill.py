@@ -15,10 +15,86 @@ from keyhole.kernels.selection import Selection
 from keyhole.kernels.triton.attend import in_float32, two_parts
 from keyhole.kernels.triton.quantised import code, scales_of, widened
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 #: Queries and keys of a tile; fewer for large heads, whose tiles would not fit in shared memory.
 _TILE, _SMALL_TILE = 64, 16
-_LARGEST_HEAD = 128
+LARGEST_HEAD = 128
+
+
+@triton.jit
+def attend_tile(
+    q1,
+    q2,
+    state,
+    keys,
+    values,
+    seen,
+    known,
+    d1,
+    d2,
+    dv,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """One tile of keys: `keys` and `values` point to rows, `seen` [queries, keys] is what counts.
+
+    state: maximum, sum and weighted values of the tiles before; returns them with this one.
+    """
+    m_i, l_i, acc = state
+    k1 = tl.load(keys[:, None] + d1[None], mask=known[:, None] & (d1 < D)[None], other=0)
+    if CODE > 0:
+        k1 = widened(k1, CODE).to(q1.dtype)
+    if FLOAT32:
+        k1 = k1.to(tl.float32)
+    s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    if D2 > 0:
+        k2 = tl.load(keys[:, None] + d2[None], mask=known[:, None] & (d2 < D)[None], other=0)
+        if CODE > 0:
+            k2 = widened(k2, CODE).to(q2.dtype)
+        if FLOAT32:
+            k2 = k2.to(tl.float32)
+        s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+    s = s * scale
+    if CODE > 0:
+        s = s * scales_of(keys, known, D, CODE)[None]
+    if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
+        e = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
+        s = tl.where(s < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+    s = tl.where(seen, s, float("-inf"))
+
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(m_i - base)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    v = tl.load(values[:, None] + dv[None], mask=known[:, None] & (dv < DV)[None], other=0)
+    if CODE > 0:
+        v = widened(v, CODE).to(q1.dtype)
+        p = p * scales_of(values, known, DV, CODE)[None]
+    if FLOAT32:
+        v = v.to(tl.float32)
+    acc = acc * alpha[:, None]
+    acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return m_new, l_i, acc
+
+
+@triton.jit
+def finished(state, sinks, head, SINKS: tl.constexpr):
+    """The attention of each query after its last tile; `state` as in `attend_tile`."""
+    m_i, l_i, acc = state
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        m_new = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.exp2(sink - m_new)
+        acc = acc * alpha[:, None]
+    return acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
 
 
 @triton.jit
@@ -74,6 +150,7 @@ def _attend_blocks(
     q1 = tl.load(from_row + d1[None], mask=is_row[:, None] & (d1 < D)[None], other=0.0)
     if FLOAT32:
         q1 = q1.to(tl.float32)
+    d2, q2 = d1, q1
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
         q2 = tl.load(from_row + d2[None], mask=is_row[:, None] & (d2 < D)[None], other=0.0)
@@ -83,9 +160,11 @@ def _attend_blocks(
     list_number = (block * HEADS + head).to(tl.int64)
     indices += list_number * num_listed
     count = tl.load(counts + list_number) * UNIT
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
+    state = (
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, DV_PADDED], tl.float32),
+    )
     for begin in range(0, count, TOKENS):
         i = begin + tl.arange(0, TOKENS)
         position = tl.load(indices + i // UNIT, mask=i < count, other=-1) * UNIT + i % UNIT
@@ -94,51 +173,28 @@ def _attend_blocks(
         page = tl.load(pages + position // SIZE, mask=known, other=0).to(tl.int64)
         place = position % SIZE
 
-        keys = key_pages + page * stride_kp + (head // GROUP) * stride_kh + place * stride_kt
-        k1 = tl.load(keys[:, None] + d1[None], mask=known[:, None] & (d1 < D)[None], other=0)
-        if CODE > 0:
-            k1 = widened(k1, CODE).to(q1.dtype)
-        if FLOAT32:
-            k1 = k1.to(tl.float32)
-        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if D2 > 0:
-            k2 = tl.load(keys[:, None] + d2[None], mask=known[:, None] & (d2 < D)[None], other=0)
-            if CODE > 0:
-                k2 = widened(k2, CODE).to(q2.dtype)
-            if FLOAT32:
-                k2 = k2.to(tl.float32)
-            s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
-        s = s * scale
-        if CODE > 0:
-            s = s * scales_of(keys, known, D, CODE)[None]
-        if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
-            e = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
-            s = tl.where(s < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
-        s = tl.where(known[None] & (position[None] <= own[:, None]), s, float("-inf"))
+        state = attend_tile(
+            q1,
+            q2,
+            state,
+            key_pages + page * stride_kp + (head // GROUP) * stride_kh + place * stride_kt,
+            value_pages + page * stride_vp + (head // GROUP) * stride_vh + place * stride_vt,
+            known[None] & (position[None] <= own[:, None]),
+            known,
+            d1,
+            d2,
+            dv,
+            scale,
+            softcap,
+            D,
+            D2,
+            DV,
+            SOFTCAP,
+            FLOAT32,
+            CODE,
+        )
 
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - base[:, None])
-        alpha = tl.exp2(m_i - base)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        m_i = m_new
-        values = value_pages + page * stride_vp + (head // GROUP) * stride_vh + place * stride_vt
-        v = tl.load(values[:, None] + dv[None], mask=known[:, None] & (dv < DV)[None], other=0)
-        if CODE > 0:
-            v = widened(v, CODE).to(q1.dtype)
-            p = p * scales_of(values, known, DV, CODE)[None]
-        if FLOAT32:
-            v = v.to(tl.float32)
-        acc = acc * alpha[:, None]
-        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
-
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        m_new = tl.maximum(m_i, sink)
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.exp2(sink - m_new)
-        acc = acc * alpha[:, None]
-    result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    result = finished(state, sinks, head, SINKS)
     into = out + (t.to(tl.int64) * HEADS + head)[:, None] * DV + dv[None]
     tl.store(into, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < DV)[None])
 
@@ -161,7 +217,7 @@ def block_sparse_prefill(
     num_tokens, num_heads, dim = query.shape
     first, rest = two_parts(dim)
     value_dim = row_dim(value_pages)
-    tile = _TILE if max(dim, value_dim) <= _LARGEST_HEAD else _SMALL_TILE
+    tile = _TILE if max(dim, value_dim) <= LARGEST_HEAD else _SMALL_TILE
     rows = min(tile, max(16, triton.next_power_of_2(blocks.unit)))
     out = query.new_empty(num_tokens, num_heads, value_dim)
     _attend_blocks[len(indices) * -(-blocks.unit // rows), num_heads](
@@ -179,8 +235,8 @@ def block_sparse_prefill(
         num_tokens,
         indices.shape[2],
         start % blocks.unit,
-        scale * _LOG2E if softcap is None else scale / softcap,
-        0.0 if softcap is None else softcap * _LOG2E,
+        scale * LOG2E if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap * LOG2E,
         HEADS=num_heads,
         GROUP=num_heads // key_pages.shape[1],
         SIZE=key_pages.shape[2],

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,11 +57,8 @@ def adapt(network: nn.Module, name: str) -> None:
             )
 
 
-def settings(name: str, config: EngineConfig) -> EngineConfig:
-    """The settings for a model with recurrent layers, without the prefix cache; logs that.
-
-    ConfigError for what such a model cannot have.
-    """
+def _check(name: str, config: EngineConfig) -> None:
+    """ConfigError for settings that a model with recurrent layers cannot have."""
     if config.offload is not None:
         raise ConfigError(
             f"offload={config.offload!r} is not available for model {name!r}: the plan of its "
@@ -77,19 +72,15 @@ def settings(name: str, config: EngineConfig) -> EngineConfig:
     if config.prefix_store is not None:
         raise ConfigError(
             f"prefix_store={config.prefix_store!r} is not available for model {name!r}: it would "
-            "need the recurrent states inside a prompt, which are not kept; leave it out"
+            "need the recurrent states of its prefixes, which are kept in memory only; leave it out"
         )
-    if config.prefix_cache:  # it would need the states inside a prompt, which are not kept
-        logging.getLogger("keyhole").warning(
-            "model %r has layers with a recurrent state: the prefix cache is off, and requests "
-            "with the same prompt compute it each",
-            name,
-        )
-    return replace(config, prefix_cache=False)
 
 
-def new_state(network: Any, num_slots: int) -> RecurrentState | None:
-    """The state of `num_slots` sequences; None for a network without recurrent layers.
+def new_state(name: str, network: Any, config: EngineConfig) -> RecurrentState | None:
+    """The state of an engine's sequences; None for a network without recurrent layers.
+
+    With a prefix cache it has room for as many states of cached prefixes. ConfigError for settings
+    that such a model cannot have.
 
     Each layer runs on one token, to see the shapes and dtypes of its state, and on two after
     different states, to see whether these matter.
@@ -97,6 +88,7 @@ def new_state(network: Any, num_slots: int) -> RecurrentState | None:
     found = [module for module in network.modules() if isinstance(module, Packed)]
     if not found:
         return None
+    _check(name, config)
     width = int(network.config.hidden_size)
     tokens = torch.linspace(-1, 1, 2 * width, dtype=torch.float32).view(1, 2, width)
     tokens = tokens.to(network.device, network.dtype)
@@ -106,7 +98,8 @@ def new_state(network: Any, num_slots: int) -> RecurrentState | None:
         _run(module, tokens[:, :1], first)
         examples.append(first.states)
         module.continues = _continues(module, tokens, first.states)
-    return RecurrentState(examples, num_slots)
+    count = config.max_batch
+    return RecurrentState(examples, count, count if config.prefix_cache else 0)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
 from keyhole.documents.store import StoredDocument
-from keyhole.engine.documents.placed_facts import PlacedFacts
+from keyhole.engine.documents.placed import placed
 from keyhole.integrations.vllm.backend import model_layers
 from keyhole.integrations.vllm.documents.facts import facts_of
 from keyhole.integrations.vllm.documents.layout import Layout
@@ -107,8 +107,7 @@ class DocumentLoader:
         self, request: DocumentRequest, documents: Sequence[StoredDocument]
     ) -> list[PlacedDocument]:
         """The documents as a method sees them, with statistics of all heads."""
-        shift = self._shift if request.shifted else None
-        return PlacedFacts(documents, request.offsets, self.num_layers, shift).documents()
+        return placed(documents, request.offsets, self._shift.shift if request.shifted else None)
 
     def write(
         self,
