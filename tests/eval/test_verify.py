@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from keyhole.errors import ConfigError
 from keyhole.eval import verify as eval_verify
@@ -15,6 +16,7 @@ from keyhole.eval.verify import verify
 from keyhole.models.attention import NAME
 from keyhole.models.loading import load
 from keyhole.models.model import Model
+from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_policies
 from keyhole.policies.base import Policy, Selection, Step
 from keyhole.policies.controls import Full
@@ -84,6 +86,17 @@ def test_a_model_without_full_attention_passes(tmp_path: Path) -> None:
     """DELTA looked for its layers among none, and failed with Python's own ValueError."""
     checks = verify(make_model("mistral_sliding", tmp_path), device="cpu")
     assert all(check.passed for check in checks)
+
+
+def test_a_model_with_an_indexer_is_verified_without_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policies were tried and refused, so that nothing was verified."""
+    monkeypatch.setattr(eval_verify, "_LENGTHS", (5, 63))
+    random_model(shrink(CONFIG_MAPPING["deepseek_v32"]())).save_pretrained(tmp_path)
+    checks = verify(tmp_path, device="cpu")
+    assert all(check.passed for check in checks)
+    assert {check.policy for check in checks} == {"full"}
 
 
 def test_a_model_of_few_positions_is_verified_within_them(

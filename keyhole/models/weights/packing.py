@@ -30,8 +30,9 @@ _FEW = 32
 _AT_ONCE = 1 << 20
 #: Inputs of a layer must be a multiple of this, and of the group size.
 _BLOCK = 64
-#: Layers whose outputs choose experts, and those whose weights attention uses itself (MLA).
-_LEFT = ("gate", "router", "shared_expert_gate", "kv_b_proj")
+#: Layers whose outputs choose experts or tokens (an indexer's), and those whose weights attention
+#: uses itself (MLA).
+_LEFT = ("gate", "router", "shared_expert_gate", "weights_proj", "kv_b_proj")
 #: The least share of a model's weights that must be packed, otherwise it is refused.
 _LEAST = 0.5
 _HEAD_BITS = 8
