@@ -180,7 +180,7 @@ def _under_policy(
     """The memory model with the data of the policy, and of the retrieval head if one is stored with
     the model; loads torch.
     """
-    from keyhole.engine import memory
+    from keyhole.engine import allocation
     from keyhole.models.model import CALIBRATION_FILE, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
@@ -191,17 +191,17 @@ def _under_policy(
     has_budget = hasattr(make_policy(name), "token_budget")
     budget = {"token_budget": settings.token_budget} if has_budget else {}
     policy = make_policy(name, budget).resolve(geometry)
-    layers = memory.movable(geometry, policy)
+    layers = allocation.movable(geometry, policy)
     if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
         folder = Folder.open(shape.folder / HEAD_FOLDER)
         head, _ = head_files.read_config(folder)
         numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
         size = replace(size, head_weight_bytes=numbers * shape.itemsize)
-    return memory.memory_of(
+    return allocation.memory_of(
         geometry,
         policy,
         size,
-        memory.page_data(geometry, policy, head),
+        allocation.page_data(geometry, policy, head),
         head,
         layers=layers,
         requests=settings.requests,
