@@ -186,10 +186,12 @@ tiny-model: $(READY) ## trains the bundled model again
 	@.venv/bin/python -m recipes.tiny_model.train --ranks 2
 
 # The second head begins with the first one, and is the one in the package.
-tiny-head: $(READY) ## trains its retrieval head again
+tiny-head: $(READY) ## trains its retrieval head and gate again
 	@.venv/bin/keyhole train-head --tokens 3000000 --output runs/head-attention
 	@.venv/bin/keyhole train-head --objective selection --start runs/head-attention \
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
+	@.venv/bin/keyhole train-head --objective gate --length 4096 --tokens 1500000 --learning-rate 0.003 \
+	  --output runs/seer-gate
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)

@@ -3,10 +3,10 @@
     1  tests of kernels: Triton's and torch's equal their twins
     2  the decode benchmark on the device
     3  trains the bundled model on the device, resuming an earlier run, and exports it
-    4  to 12: the papers' headline settings, in the order of `benchmarks.paper.settings`
-    13 tests of CUDA graphs, and of layers offloaded to the host
-    14 tests of the engine: it equals transformers, and itself on the CPU
-    15 all other tests marked `gpu`
+    4  to 14: the papers' headline settings and ours, in the order of `benchmarks.paper.settings`
+    15 tests of CUDA graphs, of fused layers, and of layers offloaded to the host
+    16 tests of the engine: it equals transformers, and itself on the CPU
+    17 all other tests marked `gpu`
 
 Without PART, the tests run first and the training last, as far as the time suffices; parts that do
 not fit are listed, and get nearly nine minutes when run alone. Each failed test is printed at once
@@ -66,11 +66,17 @@ _PIECE_BYTES = 12 << 20
 TESTS = {
     1: (
         "tests of kernels",
-        ["test_kernels.py", "test_moves.py", "test_paged_flash.py", "test_prefill.py"],
+        [
+            f"test_{name}.py"
+            for name in ("kernels", "moves", "projections", "paged_flash", "prefill")
+        ],
     ),
-    13: ("tests of graphs and of layers on the host", ["test_graphs.py", "test_offload.py"]),
-    14: ("tests of the engine", ["test_device.py", "test_documents.py"]),
-    15: ("all other tests", []),
+    15: (
+        "tests of graphs, of fused layers and of layers on the host",
+        ["test_graphs.py", "test_fused_layer.py", "test_offload.py"],
+    ),
+    16: ("tests of the engine", ["test_device.py", "test_documents.py"]),
+    17: ("all other tests", []),
 }
 _TRAINING = 3
 #: The papers' headline settings, one part each.
@@ -182,9 +188,9 @@ def _small_tests(number: int) -> list[list[str]]:
     """The commands for the tests of a part, or for their cases, that run without a device."""
     chosen = {
         1: ["tests/gpu/test_interpreted.py"],
-        13: ["tests/gpu/test_cases.py", "-k", "recorded"],
-        14: ["tests/gpu/test_cases.py", "-k", "decodes"],
-        15: ["tests/gpu/test_streams.py"],
+        15: ["tests/gpu/test_cases.py", "-k", "recorded"],
+        16: ["tests/gpu/test_cases.py", "-k", "decodes"],
+        17: ["tests/gpu/test_streams.py"],
     }
     if number == 1 and importlib.util.find_spec("triton") is None:
         return []

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from keyhole.policies.infllm import InfLLM
     from keyhole.policies.omnikv import OmniKV
     from keyhole.policies.quest import Quest
+    from keyhole.policies.seer_attention_r import SeerAttentionR
     from keyhole.policies.shadowkv import ShadowKV
     from keyhole.policies.spe_context import SpeContext
     from keyhole.policies.streaming_llm import StreamingLLM
@@ -82,6 +83,7 @@ _PLACES = {
     "SnapKV": "keyhole.policies.evicting.snapkv",
     "ClusterKV": "keyhole.policies.clusterkv",
     "ShadowKV": "keyhole.policies.shadowkv",
+    "SeerAttentionR": "keyhole.policies.seer_attention_r",
     "Reuse": "keyhole.reuse.base",
     "available_reuse_methods": "keyhole.reuse",
     "Recompute": "keyhole.reuse.baselines",
@@ -130,6 +132,7 @@ __all__ = [
     "Reused",
     "SamKV",
     "SamplingParams",
+    "SeerAttentionR",
     "ShadowKV",
     "SlidingWindow",
     "SnapKV",

@@ -70,6 +70,27 @@ def attention(
     return out, weights
 
 
+def rms_normed(x: Array, weight: Array, epsilon: float) -> Array:
+    """Rows x [T, I] divided by the root of their mean square, times the weight [I]."""
+    return np.stack([row / math.sqrt(float(row @ row) / len(row) + epsilon) * weight for row in x])
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """The SiLU of the gate times up, elementwise."""
+    return gate / (1.0 + np.exp(-gate)) * up
+
+
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """Vectors x [T, H, D], each pair (i, i + D / 2) turned by an angle; cos, sin [T, D]."""
+    half = x.shape[2] // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        a, b = x[:, :, i], x[:, :, i + half]
+        out[:, :, i] = a * cos[:, None, i] - b * sin[:, None, i]
+        out[:, :, i + half] = b * cos[:, None, i + half] + a * sin[:, None, i + half]
+    return out
+
+
 def token_scores(weights: Array, reduce: str) -> list[float]:
     """Weights [Hq, N] reduced over the heads."""
     pick = np.max if reduce == "max" else np.sum

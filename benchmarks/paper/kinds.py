@@ -37,6 +37,21 @@ class ThroughputSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Times of single steps, beside the time that the bytes they read take at full bandwidth.
+
+    decode: what is measured. labels: the names of its contexts.
+    """
+
+    labels: Names
+    decode: DecodeSettings
+
+    def __post_init__(self) -> None:
+        count = len(self.decode.contexts)
+        require(len(self.labels) == count, "labels", self.labels, f"{count}, one for each context")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DocumentSettings:
     """Time to first token of questions over stored documents of random tokens.
 

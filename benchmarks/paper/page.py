@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.paper import setting
-from benchmarks.paper.kinds import ThroughputSettings
-from benchmarks.paper.settings import FLASH, HEADLINES, Headline, SpeedTarget, named
-from benchmarks.paper.traffic_lower_bound import traffic_bound
+from benchmarks.paper.kinds import StepSettings, ThroughputSettings
+from benchmarks.paper.settings import FLASH, HEADLINES, Headline, SpeedTarget, named, step_at
+from benchmarks.paper.traffic_lower_bound import step_gain, traffic_bound
 from benchmarks.speed_pages import tables
 
 Line = dict[str, Any]
@@ -68,6 +68,28 @@ def _arithmetic() -> list[str]:
         "`spe_context`'s head. If nothing is offloaded, every system has room for the same number\n"
         "of requests, and at equal bandwidth `spe_context` can be at most this much faster than\n"
         f"{' and '.join(f'`{name}`' for name in _DENSE)}, over the whole answer:",
+        "\n".join(rows),
+        *_arithmetic_of_steps(),
+    ]
+
+
+def _arithmetic_of_steps() -> list[str]:
+    """The speed-up over a dense step of one sequence that the bytes of the weights allow."""
+    rows = []
+    for one in HEADLINES.values():
+        if not isinstance(one.settings, StepSettings):
+            continue
+        decode = one.settings.decode
+        for label, context in zip(one.settings.labels, decode.contexts, strict=True):
+            dense = step_at("full", label)
+            wanted = max((t.wanted for t in one.targets if t.by == dense), default=None)
+            if wanted is not None:
+                gain = step_gain(decode, context)
+                reach = "" if gain >= wanted else ": out of reach"
+                rows.append(f"- {one.about}, {label}: at most {gain:.2f}, target {wanted}{reach}")
+    return [
+        "A step of one sequence reads all weights. At equal bandwidth it can be at most this much\n"
+        "faster than a dense one, if it read no keys and values at all:",
         "\n".join(rows),
     ]
 

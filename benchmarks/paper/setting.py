@@ -7,13 +7,28 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import documents, throughput
-from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
+from benchmarks.paper.kinds import DocumentSettings, StepSettings, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import SteadyHead
-from benchmarks.paper.settings import ALL, FLASH, HEADLINES, PAGES, TOKENS, Asked, Headline, judged
+from benchmarks.paper.settings import (
+    ALL,
+    FLASH,
+    HEADLINES,
+    PAGES,
+    TOKENS,
+    Asked,
+    Headline,
+    bytes_at,
+    judged,
+    step_at,
+)
+from benchmarks.paper.traffic_lower_bound import weights_read
 from keyhole.bench import decode, measure, offload
+from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.measure import Report
 from keyhole.bench.model import RESERVE_BYTES
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, require_known
@@ -59,7 +74,7 @@ def unit(name: str) -> str:
 
 def on(settings: Asked, device: str) -> Any:
     """The same settings on a device."""
-    if isinstance(settings, ThroughputSettings):
+    if isinstance(settings, ThroughputSettings | StepSettings):
         return replace(settings, decode=replace(settings.decode, device=device))
     return replace(settings, device=device)
 
@@ -73,6 +88,36 @@ def _offload(settings: OffloadSettings, headline: Headline, report: Report) -> L
         results = offload.run_large(settings, folder, theirs, SteadyHead)
     report([{"context": settings.context, **result} for result in results], [])
     return {"settings": asdict(settings), "read_bytes_per_s": bandwidth, "results": results}
+
+
+def _steps(settings: StepSettings, report: Report) -> Line:
+    """The decode benchmark's line, with the bytes of the weights that a step reads.
+
+    FlashInfer's dense steps are measured beside the others on a GPU where it is installed.
+    """
+    asked = settings.decode
+    if is_installed() and measure.device(asked.device).type == "cuda":
+        asked = replace(asked, systems=(*asked.systems, "flashinfer"))
+    itemsize: int = getattr(torch, asked.dtype).itemsize
+    labels = dict(zip(asked.contexts, settings.labels, strict=True))
+    line = decode.run(asked, report)
+    return line | {"labels": labels, "step_weight_bytes": itemsize * weights_read(asked.shape)}
+
+
+def _step_speeds(line: Line) -> dict[str, float]:
+    """Steps per second of every system, and those that its bytes allow."""
+    speeds = {}
+    for result in line["results"]:
+        place = result["system"], line["labels"][result["context"]]
+        moved = line["step_weight_bytes"] + result["kv_bytes"] + result["other_bytes"]
+        speeds[step_at(*place)] = 1e3 / result["step_ms"]
+        speeds[bytes_at(*place)] = line["read_bytes_per_s"] / moved
+    return speeds
+
+
+def _small_steps(settings: StepSettings) -> StepSettings:
+    contexts = tuple(64 + i * PAGE_SIZE for i in range(len(settings.labels)))
+    return replace(settings, decode=replace(_small_decode(settings.decode), contexts=contexts))
 
 
 def _small_decode(settings: DecodeSettings) -> DecodeSettings:
@@ -118,6 +163,12 @@ _KINDS: dict[type, _Kind] = {
             for result in line["results"]
         },
         small=_small_decode,
+    ),
+    StepSettings: _Kind(
+        unit="steps/s",
+        run=lambda settings, _, report: _steps(settings, report),
+        speeds=_step_speeds,
+        small=_small_steps,
     ),
     ThroughputSettings: _Kind(
         unit="tokens/s",

@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.kernels.settings import KernelSettings
-from benchmarks.paper.kinds import DocumentSettings, ThroughputSettings
+from benchmarks.paper.kinds import DocumentSettings, StepSettings, ThroughputSettings
 from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC
 from keyhole.bench.settings import DecodeSettings, OffloadSettings
 from keyhole.config import parse_bytes
 
-Asked = DecodeSettings | ThroughputSettings | OffloadSettings | KernelSettings | DocumentSettings
+Asked = (
+    DecodeSettings
+    | StepSettings
+    | ThroughputSettings
+    | OffloadSettings
+    | KernelSettings
+    | DocumentSettings
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,56 @@ def _kernels(batch: int) -> Headline:
             SpeedTarget(of=PAGES, wanted=0.7),
             SpeedTarget(of=TOKENS, wanted=0.5),
         ),
+    )
+
+
+#: Contexts of one sequence, by their names in the targets.
+_CONTEXTS = {"2k": 2048, "32k": 32768, "128k": 131072}
+#: A step may take 1.4 times as long as its bytes do at the bandwidth of the same machine.
+_OF_BANDWIDTH = 0.714
+
+
+def step_at(system: str, label: str) -> str:
+    """A system at a context, in the speeds of `StepSettings`."""
+    return f"{system} at {label}"
+
+
+def bytes_at(system: str, label: str) -> str:
+    """A step that takes no longer than the bytes of this system's step."""
+    return f"bytes of {step_at(system, label)}"
+
+
+def _one_sequence(shape: str, name: str) -> Headline:
+    policies = ("full", "delta", "spe_context")
+    return Headline(
+        source="ours",
+        about=f"one sequence of {name}, single steps",
+        settings=StepSettings(
+            labels=tuple(_CONTEXTS),
+            decode=DecodeSettings(
+                shape=shape,
+                contexts=tuple(_CONTEXTS.values()),
+                systems=(FLASH, *policies),
+                repeat=21,
+            ),
+        ),
+        targets=(
+            *(
+                SpeedTarget(
+                    of=step_at(policy, label), by=bytes_at(policy, label), wanted=_OF_BANDWIDTH
+                )
+                for label in _CONTEXTS
+                for policy in policies
+            ),
+            *(
+                SpeedTarget(of=step_at(policy, label), by=step_at("full", label), wanted=wanted)
+                for label, wanted in (("32k", 1.3), ("128k", 2.0))
+                for policy in policies[1:]
+            ),
+        ),
+        note="The bytes of a step of one sequence are the weights without an input embedding of "
+        "its own, the\nkeys and values that the system reads, and what it reads to select them; "
+        "at the bandwidth of a sum\nover a large tensor, measured in the same run.",
     )
 
 
@@ -193,6 +250,8 @@ HEADLINES: dict[str, Headline] = {
     ),
     # The smallest batch that has targets for the kernels' shares.
     "kernels_batch_16": _kernels(16),
+    "one_sequence_1b": _one_sequence("llama-3.2-1b", "Llama-3.2-1B"),
+    "one_sequence_8b": _one_sequence("llama-3.1-8b", "Llama-3.1-8B"),
 }
 
 

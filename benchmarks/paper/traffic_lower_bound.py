@@ -1,4 +1,4 @@
-"""The fewest bytes that the steps of whole answers must move, from the shape of a model.
+"""The fewest bytes that steps must move, for whole answers and one by one, from a model's shape.
 
 At equal bandwidth these bytes bound the speed-up of reading less, if all keys and values are
 resident. Copies, and the selection's reads other than the head's keys, are not included.
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.paper.kinds import ThroughputSettings
 from keyhole.bench.model import RESERVE_BYTES
-from keyhole.bench.settings import SHAPES
+from keyhole.bench.settings import SHAPES, DecodeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,35 @@ def traffic_bound(settings: ThroughputSettings) -> TrafficBound:
     assert "model_type" not in shape, "another family has other weights"
     assert decode.token_budget is not None
     head_bytes = size * shape["num_key_value_heads"] * shape["head_dim"]
-    token_bytes = 2 * shape["num_hidden_layers"] * head_bytes
+    token_bytes = kv_bytes(decode)
     room = settings.memory - RESERVE_BYTES - size * num_weights(decode.shape)
     requests = max(0, room // ((settings.prompt + settings.answer) * token_bytes))
-    embedding = 0 if shape["tie_word_embeddings"] else shape["vocab_size"] * shape["hidden_size"]
-    # A step reads one row of the embedding per token; a tied one is also read in full at the end.
-    weights = size * (num_weights(decode.shape) - embedding)
+    weights = size * weights_read(decode.shape)
     length = settings.prompt + settings.answer // 2
     dense = weights + requests * length * token_bytes
     chosen = min(length, decode.token_budget) * token_bytes + length * head_bytes
     return TrafficBound(requests=requests, gain=dense / (weights + requests * chosen))
+
+
+def kv_bytes(decode: DecodeSettings) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    shape, size = SHAPES[decode.shape], getattr(torch, decode.dtype).itemsize
+    heads = shape["num_key_value_heads"] * shape["head_dim"]
+    return int(2 * size * shape["num_hidden_layers"] * heads)
+
+
+def step_gain(decode: DecodeSettings, context: int) -> float:
+    """How much faster than a dense step of one sequence one is that reads the weights alone."""
+    weights = getattr(torch, decode.dtype).itemsize * weights_read(decode.shape)
+    return float(1 + context * kv_bytes(decode) / weights)
+
+
+def weights_read(shape_name: str) -> int:
+    """The number of weights of a Llama of this shape that a step reads."""
+    shape = SHAPES[shape_name]
+    # A step reads one row of the embedding per token; a tied one is also read in full at the end.
+    embedding = 0 if shape["tie_word_embeddings"] else shape["vocab_size"] * shape["hidden_size"]
+    return num_weights(shape_name) - int(embedding)
 
 
 def num_weights(shape_name: str) -> int:

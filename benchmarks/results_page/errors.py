@@ -24,6 +24,7 @@ _HIDDEN = {
     "clusterkv": "tokens that are unlike the mean of their cluster",
     "shadowkv": "chunks that are unlike their mean key; of the prompt's other chunks it reads "
     "low-rank keys",
+    "seer_attention_r": "pages whose gate score is lower than that of others",
     "spe_context": "tokens that the retrieval head does not select, in all layers",
 }
 _HEADS = (

@@ -50,6 +50,7 @@ from keyhole.bench.systems import (
 )
 from keyhole.errors import KeyholeError
 from keyhole.kernels import operations
+from keyhole.models.modules.fused_layer import fused_tokens
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import parse_one
 
@@ -271,6 +272,7 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
     line: dict[str, Any] = {
         "settings": asdict(settings) | {"page_size": PAGE_SIZE, "warm_up": WARM_UP},
         "kernels": operations.backend(device),
+        "fused_tokens": fused_tokens(weights.keyhole.network),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "read_bytes_per_s": bandwidth,
         "program_bytes": program_bytes,

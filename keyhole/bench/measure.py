@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from keyhole.config import require
-from keyhole.engine.cuda_graph_runner import without_collection
 from keyhole.engine.engine import Engine
 from keyhole.errors import KeyholeError
+from keyhole.kernels.graph_capture import without_collection
 
 #: The root of the repository, if this file is in a checkout.
 ROOT = Path(__file__).parents[2]

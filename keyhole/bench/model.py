@@ -35,6 +35,7 @@ from keyhole.models import families
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
+from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.policies import make_policy
 from keyhole.retrieval.head import RetrievalHead
 
@@ -278,6 +279,7 @@ def make_weights(settings: DecodeSettings) -> Weights:
     _draw_weights(network.eval(), config.initializer_range)
     dense = without_copying_weights(network)
     speed_up(network, device)
+    fuse_layers(network, device)
     length, reason = families.max_length(config, None)
     model = Model(
         name=settings.shape,

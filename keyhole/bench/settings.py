@@ -43,10 +43,11 @@ BASELINES = {
 
 #: Further baselines, measured only if they are named. The first is torch's flash attention over
 #: contiguous keys and values that are written in place, the fastest dense step in torch; on a GPU
-#: it is replayed as a CUDA graph. The others keep keys and values on the host, and copy one layer
-#: ahead.
+#: it is replayed as a CUDA graph. So is FlashInfer over pages, where it is installed. The others
+#: keep keys and values on the host, and copy one layer ahead.
 MORE_BASELINES = {
     "torch_flash": ("in_place", "in_place"),
+    "flashinfer": ("in_pages", "in_pages"),
     "transformers_offloaded": ("sdpa", "offloaded"),
     "transformers_eager_offloaded": ("eager", "offloaded"),
 }

@@ -7,7 +7,8 @@ given to each engine as the cached prefix of a prompt. New tokens go to pages of
 Baselines with the same kind of cache share one, too. `DynamicCache`, the default of transformers,
 copies itself at every step; what a step has added is removed afterwards, so that every step has the
 same context. `StaticCache` writes in place and reads its full capacity under a mask. torch's flash
-attention over `in_place` keys and values is the fastest dense step without pages.
+attention over `in_place` keys and values is the fastest dense step without pages, and FlashInfer's
+(`flashinfer_baseline`) the one with pages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from keyhole import kernels
-from keyhole.bench import measure
+from keyhole.bench import flashinfer_baseline, measure
 from keyhole.bench.measure import THEIRS, Captured, Launches, launches
 from keyhole.bench.model import (
     Need,
@@ -335,12 +336,12 @@ class BaselineCache:
     """A cache of transformers. steps: the most tokens that are added, for caches with a fixed
     capacity.
 
-    ConfigError for a cache on the host without a GPU, and for a dtype that flash attention does not
-    support.
+    ConfigError for a cache on the host without a GPU, for a dtype that flash attention does not
+    support, and for one that FlashInfer reads where it is not installed.
     """
 
     def __init__(self, kind: str, model: Model, context: int, steps: int) -> None:
-        self.static, self.in_place = kind == "static", kind == "in_place"
+        self.static, self.in_place = kind == "static", kind in ("in_place", "in_pages")
         self.below = kind == "offloaded"
         config, room = model.network.config, context + steps
         self.cache: Any
@@ -349,7 +350,8 @@ class BaselineCache:
         elif self.in_place:
             wide = model.dtype == torch.float32 and model.device.type == "cuda"
             require(not wide, "dtype", "float32", "bfloat16 or float16 for flash attention on cuda")
-            self.cache = in_place_cache(config, room)
+            made = in_place_cache if kind == "in_place" else flashinfer_baseline.paged_cache
+            self.cache = made(config, room)
         else:
             right = "cuda if keys and values are on the host"
             good = not self.below or model.device.type == "cuda"

@@ -28,7 +28,7 @@ COMMANDS = {
     "methods": "list the policies and reuse methods, or tell all about one",
     "plan": "which layers fit into memory at which length",
     "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
-    "train-head": "train the head that chooses what SpeContext reads",
+    "train-head": "train the head that SpeContext selects by, or the gate of SeerAttention-R",
     "eval": "ask a model tasks under several policies and budgets",
     "models": "the families of models that the installed transformers has, and which run exactly",
     "verify": "compare the engine with transformers on a model",

@@ -177,11 +177,11 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
 def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
-    """The memory model with the data of the policy, and of the retrieval head if one is stored with
-    the model; loads torch.
+    """The memory model with the data of the policy, and of the retrieval head or gate if one is
+    stored with the model; loads torch.
     """
     from keyhole.engine import allocation
-    from keyhole.models.model import CALIBRATION_FILE, HEAD_FOLDER
+    from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
 
@@ -192,11 +192,12 @@ def _under_policy(
     budget = {"token_budget": settings.token_budget} if has_budget else {}
     policy = make_policy(name, budget).resolve(geometry)
     layers = allocation.movable(geometry, policy)
-    if policy.wants_head and (shape.folder / HEAD_FOLDER).is_dir():
-        folder = Folder.open(shape.folder / HEAD_FOLDER)
-        head, _ = head_files.read_config(folder)
-        numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
-        size = replace(size, head_weight_bytes=numbers * shape.itemsize)
+    for wanted, place in ((policy.wants_head, HEAD_FOLDER), (policy.wants_gate, GATE_FOLDER)):
+        if wanted and (shape.folder / place).is_dir():
+            folder = Folder.open(shape.folder / place)
+            head = head_files.read_config(folder)[0] if policy.wants_head else None
+            numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
+            size = replace(size, head_weight_bytes=numbers * shape.itemsize)
     return allocation.memory_of(
         geometry,
         policy,

@@ -1,12 +1,14 @@
-"""Trains a retrieval head, which selects what SpeContext reads, for a model whose weights stay
-unchanged.
+"""Trains a retrieval head, which selects what SpeContext reads, or the gate of SeerAttention-R, for
+a model whose weights stay unchanged.
 
 The head learns to attend to what the model attends to (objective attention), or is pruned from a
 small draft model that learns the model's next tokens (eagle). A head made in one of these ways,
 passed as --start, can be trained further so that the model's predictions under its selection match
-those with full attention (selection). Ctrl-C writes a snapshot, and --resume continues from it to
-the same final weights. Use the result with `--policy spe_context:head=FOLDER`; a folder
-keyhole-head next to the weights is used automatically.
+those with full attention (selection). A gate learns, layer by layer, which blocks of tokens the
+attention peaks in (gate). Ctrl-C writes a snapshot, and --resume continues from it to the same
+final weights. Use the result with `--policy spe_context:head=FOLDER` or
+`--policy seer_attention_r:gate=FOLDER`; a folder keyhole-head or seer-gate next to the weights is
+used automatically.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="folder of the head; default: keyhole-head next to the weights, or here if --model is "
-        "not a folder",
+        help="folder of the result; default: keyhole-head, or seer-gate for a gate, next to the "
+        "weights, or here if --model is not a folder",
     )
     parser.add_argument("--resume", action="store_true", help="resume the run in the folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -47,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains; returns 130 if Ctrl-C ended it early."""
     given = flags.settings_of(arguments, TrainingConfig)
-    folder = _folder(arguments)
-    check_output_folder("--output", folder)
     config = TrainingConfig(**given)
+    folder = _folder(arguments, config)
+    check_output_folder("--output", folder)
     if arguments.data is None and not flags.is_bundled(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(terminal.to_json({"output": str(folder), **vars(outcome)}))
     elif outcome.finished:
-        print(_text(outcome, folder))
+        print(_text(outcome, config, folder))
     if outcome.finished:
         return 0
     print(
@@ -82,22 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED
 
 
-def _text(outcome: TrainingOutcome, folder: Path) -> str:
+def _text(outcome: TrainingOutcome, config: TrainingConfig, folder: Path) -> str:
     lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
     if outcome.loss is not None:
+        what = "gate" if config.objective == "gate" else "head"
         lines.append(
-            f"loss {outcome.loss:.3f}; with a budget of an eighth of the text, the head keeps "
+            f"loss {outcome.loss:.3f}; with a budget of an eighth of the text, the {what} keeps "
             f"{outcome.recall:.1%} of the attention, the newest tokens {outcome.window:.1%}"
         )
     return "\n".join([*lines, f"written: {folder}"])
 
 
-def _folder(arguments: argparse.Namespace) -> Path:
+def _folder(arguments: argparse.Namespace, config: TrainingConfig) -> Path:
     if arguments.output is not None:
         return Path(arguments.output)
     # Never write into the hub's cache or the package.
     beside = Path(arguments.model) if arguments.model and Path(arguments.model).is_dir() else Path()
-    return beside / "keyhole-head"
+    return beside / ("seer-gate" if config.objective == "gate" else "keyhole-head")
 
 
 def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:

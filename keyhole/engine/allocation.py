@@ -36,6 +36,7 @@ from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 
 #: Shapes per page by name: of one layer, or of the retrieval head.
@@ -58,13 +59,13 @@ def page_data(
     return [*data, HeadRunner.page_data(head, geometry.page_size, drafts=drafts)]
 
 
-def model_size(model: Model, head: nn.Module | None) -> ModelSize:
+def model_size(model: Model, *selecting: nn.Module | None) -> ModelSize:
     """The size of a loaded model; tied weights and stored buffers count once.
 
-    head: its retrieval head, or a whole draft model.
+    selecting: its retrieval head, or a whole draft model; its gate; None: without one.
     """
     stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
-    own = [] if head is None else head.parameters()
+    own = [x for part in selecting if part is not None for x in part.parameters()]
     return ModelSize(
         weight_bytes=sum(stored.values()),
         head_weight_bytes=sum(x.nbytes for x in own),
@@ -155,6 +156,7 @@ def allocate(
     num_rows: int,
     reserved: int = 0,
     draft: DraftModel | None = None,
+    gate: SeerGate | None = None,
 ) -> tuple[PageCache, LayerOffloader | None]:
     """An empty cache and, with `config.offload`, its layer offloader.
 
@@ -169,7 +171,7 @@ def allocate(
         memory = memory_of(
             geometry,
             policy,
-            model_size(model, head if draft is None else draft),
+            model_size(model, head if draft is None else draft, gate),
             data,
             config_of_head,
             layers=() if config.offload is None else movable(geometry, policy),

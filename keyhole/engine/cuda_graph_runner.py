@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from keyhole.cache.pages import PageCache
 from keyhole.engine.decode_inputs import DecodeInputs
+from keyhole.kernels.graph_capture import without_collection
 from keyhole.policies.base import Policy, Step
 
 # Decode steps that are recorded once and repeated: CUDA graphs on a GPU.
@@ -339,21 +338,6 @@ class CudaGraphs:
             return outputs
 
         return repeat
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Disables garbage collection: freeing the graph of an old engine would abort the capture.
-
-    A graph owns device memory, which must not be freed during a capture.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def make_recorder(device: torch.device) -> Recorder | None:

@@ -22,7 +22,7 @@ from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fair_lock import FairLock
-from keyhole.engine.head_runner import HeadRunner, load_head
+from keyhole.engine.head_runner import load_gate, load_head
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
@@ -37,7 +37,7 @@ from keyhole.engine.request import (
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Counters, DraftCounters, Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixes
-from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft
+from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
 from keyhole.errors import (
@@ -51,8 +51,7 @@ from keyhole.models.model import Model
 from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
 from keyhole.policies.prefill import resolved_prefill_policy
-from keyhole.policies.spe_context import choice_lists
-from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.tokenization import Detokenizer, word_ids
 
@@ -64,7 +63,7 @@ class Engine:
     """Serves many sequences over one model, each under the engine's policy or its own.
 
     cache: shared with other engines; None: a new one, within `config.memory`.
-    head: for a policy that needs one; None: the policy's own, or the one next to the weights.
+    head, gate: for a policy that needs one; None: the policy's own, or the one next to the weights.
     copies: prompts computed by engines over the same model; this engine adds its own.
 
     Not thread-safe: callers with several threads hold `lock` during each call.
@@ -78,6 +77,7 @@ class Engine:
         cache: PageCache | None = None,
         head: RetrievalHead | None = None,
         copies: SharedPromptCache | None = None,
+        gate: SeerGate | None = None,
     ) -> None:
         copies = None if model.is_hybrid else copies  # which have no recurrent state
         self.lock = FairLock()
@@ -100,6 +100,7 @@ class Engine:
             config, copies, head = replace(config, graphs=False), None, draft.head
         if self.policy.wants_head and head is None:
             head = load_head(self.policy, model)
+        self._gate = load_gate(self.policy, model, self.geometry) if gate is None else gate
         self.recurrent = recurrent_layers.new_state(model.name, model.network, config)
         wanted = config.graphs and self.policy.capturable is True and self.recurrent is None
         recorder = make_recorder(model.device) if wanted else None
@@ -116,6 +117,7 @@ class Engine:
                 num_rows=rows,
                 reserved=0 if self.recurrent is None else self.recurrent.nbytes,
                 draft=draft,
+                gate=self._gate,
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
@@ -134,7 +136,7 @@ class Engine:
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
-        self.head_runner = self._make_head_runner(head, draft, config)
+        self.head_runner = make_head_runner(model, self.cache, head, draft, config)
         self.drafting: Drafting | None = None
         if config.draft is not None:
             require_exact(self.policy, self.geometry, head, config)
@@ -147,16 +149,6 @@ class Engine:
         self._document_prefills: dict[RequestPolicy, DocumentPrefill] = {}
         self._group_numbers = itertools.count(1)
         self.max_pages = self.cache.max_pages
-
-    def _make_head_runner(
-        self, head: RetrievalHead | None, draft: DraftModel | None, config: EngineConfig
-    ) -> HeadRunner | None:
-        """Runs the retrieval head, and the draft model whose head it is; None without a head."""
-        if head is None:
-            return None
-        self.model.watch(head.config.feature_layers)
-        place = (self.cache, choice_lists(self.geometry))
-        return HeadRunner(head, *place) if draft is None else DraftRunner(draft, *place, config)
 
     @property
     def has_work(self) -> bool:
@@ -222,6 +214,7 @@ class Engine:
             self.recurrent,
             num_draft_tokens=self.config.num_draft_tokens if self.drafting else 0,
             prefill=self.prefill_policy,
+            gate=self._gate,
         )
 
     def _enter(self, under: RequestPolicy) -> None:

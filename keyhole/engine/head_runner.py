@@ -16,12 +16,14 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.cache.kept_tokens import KeptTokenRows
+from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
 from keyhole.policies.base import HeadWeights, Policy
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
 
@@ -139,6 +141,24 @@ class HeadRunner:
     ) -> None:
         _, key = self.head(token_ids[rows], positions[rows], before)
         self.put(key, batch.slots[rows])
+
+
+def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | None:
+    """Loads the gate that the policy names, or else the one beside the model's weights.
+
+    None for a policy that wants none. ConfigError if there is none; ModelError if it is damaged or
+    of another model.
+    """
+    if not policy.wants_gate:
+        return None
+    place = getattr(policy, "gate", None) or model.gate
+    if place is None:
+        raise ConfigError(
+            f"policy {policy.name!r} needs a gate, and none lies beside {model.name!r}; train one "
+            "with `keyhole train-head --objective gate`, or give gate=FOLDER"
+        )
+    gate = SeerGate.from_pretrained(place, geometry)
+    return gate.to(model.device, model.dtype).requires_grad_(False)
 
 
 def load_head(policy: Policy, model: Model) -> RetrievalHead:

@@ -34,6 +34,7 @@ from keyhole.models.modules.sequence_rope import rope_rows
 from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
 from keyhole.policies.prefill.base import PrefillPolicy
+from keyhole.retrieval.gate import SeerGate
 
 
 class Runner:
@@ -43,7 +44,7 @@ class Runner:
     recorder: captures decode steps for replay; None: operations are launched one by one.
     recurrent: the state of the engine's sequences; None for a model without recurrent layers.
     num_draft_tokens: the most proposed tokens of a sequence in a step. prefill: what the tokens of
-    prompts read; None: everything.
+    prompts read; None: everything. gate: for a policy that wants one.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Runner:
         *,
         num_draft_tokens: int = 0,
         prefill: PrefillPolicy | None = None,
+        gate: SeerGate | None = None,
     ) -> None:
-        self._model, self._prefill = model, prefill
+        self._model, self._prefill, self._gate = model, prefill, gate
         self._recurrent = recurrent
         self._cache = cache
         self._policy = policy
@@ -450,6 +452,7 @@ class Runner:
             ),
             cache=CachedLayers(self._cache.keys, self._cache.data, self._rotation),
             retained=remaining,
+            gate=self._gate,
         )
 
     @functools.cached_property

@@ -178,6 +178,16 @@ def _why_not(
         return f"it needs a retrieval head, which was not loaded; {start}"
     if policy.wants_head and getattr(policy, "head", None) not in (None, _head(own)):
         return f"the LLM runs the retrieval head of {_head(own) or 'the model'!r}; leave head out"
+    if policy.wants_gate and not own.wants_gate:
+        return f"it needs a gate, which was not loaded; {start}"
+    return _why_not_kept(policy, own, geometry) or (
+        None if memory is None else _why_not_offloaded(policy, own, geometry, memory)
+    )
+
+
+def _why_not_kept(policy: Policy, own: Policy, geometry: Geometry) -> str | None:
+    """The same for the data of pages, and for the gate that scores it."""
+    start = f"start the LLM with policy={policy.name!r}"
     kept = _keeps(policy, geometry)
     if kept and policy.name != own.name:
         return f"it keeps {_listed(kept)} with every page, which this cache does not; {start}"
@@ -186,7 +196,9 @@ def _why_not(
             f"with these settings it keeps {_listed(kept)} of another shape with every page; "
             f"{start} and these settings, or change only others"
         )
-    return None if memory is None else _why_not_offloaded(policy, own, geometry, memory)
+    if policy.wants_gate and _gate(policy) not in (None, _gate(own)):
+        return f"the LLM has the gate of {_gate(own) or 'the model'!r}; leave gate out"
+    return None
 
 
 def _why_not_offloaded(
@@ -231,3 +243,7 @@ def _listed(names: list[str]) -> str:
 
 def _head(policy: Policy) -> str | None:
     return getattr(policy, "head", None)
+
+
+def _gate(policy: Policy) -> str | None:
+    return getattr(policy, "gate", None)

@@ -50,6 +50,7 @@ class PolicyProxy(Policy):
             "name",
             "dense",
             "wants_head",
+            "wants_gate",
             "shares_pages",
             "selects_per_layer",
             "shares_by_scores",

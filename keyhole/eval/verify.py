@@ -41,6 +41,7 @@ from keyhole.policies import available_policies
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full
 from keyhole.policies.spe_context import SpeContext
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
@@ -234,10 +235,13 @@ def _generate(
 
     decoded: all of a prompt but its first token goes through the decode path.
     """
-    # With a budget that covers everything, any head must give the same result.
+    # With a budget that covers everything, any head or gate must give the same result.
     spare = policy.wants_head and model.head is None
     head = RetrievalHead.random(model.network) if spare else None
-    engine = Engine(model, policy, config, head=head)
+    gate = None
+    if policy.wants_gate:
+        gate = SeerGate.random(model.geometry(config.page_size)).to(model.device, model.dtype)
+    engine = Engine(model, policy, config, head=head, gate=gate)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
     sequences = [
         engine.add(

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import allocate
-from keyhole.engine.head_runner import HeadRunner, load_head
+from keyhole.engine.head_runner import HeadRunner, load_gate, load_head
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
@@ -101,9 +101,16 @@ class Hooks:
         self.run = SparseRun(policy.resolve(geometry))
         self._model = model
         self._head = load_head(self.run.policy, model) if self.run.policy.wants_head else None
+        self._gate = load_gate(self.run.policy, model, geometry)
         self.pages: PageCache
         self.pages, _ = allocate(
-            model, geometry, self.run.policy, config, self._head, num_rows=config.max_batch
+            model,
+            geometry,
+            self.run.policy,
+            config,
+            self._head,
+            num_rows=config.max_batch,
+            gate=self._gate,
         )
         self._head_runner = None
         if self._head is not None:
@@ -134,7 +141,8 @@ class Hooks:
 
     def _runner(self, num_rows: int) -> Runner:
         """The runner for this number of rows."""
-        return Runner(self._model, self.pages, self.run.policy, num_rows, self._head_runner)
+        place = (self._model, self.pages, self.run.policy, num_rows)
+        return Runner(*place, self._head_runner, gate=self._gate)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

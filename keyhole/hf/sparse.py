@@ -26,7 +26,7 @@ from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
 from keyhole.models import families
 from keyhole.models.attention import NAME
-from keyhole.models.model import CALIBRATION_FILE, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import own_attention
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -108,7 +108,8 @@ def _adopt(network: Any) -> Model:
         places = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"keyhole.sparse takes a model on one device, this one is on {places}")
     max_length, reason = families.max_length(network.config, None)
-    calibration, head = Path(name) / CALIBRATION_FILE, Path(name) / HEAD_FOLDER
+    folder = Path(name)
+    calibration, head, gate = (folder / x for x in (CALIBRATION_FILE, HEAD_FOLDER, GATE_FOLDER))
     return Model(
         name=name,
         network=network,
@@ -121,4 +122,5 @@ def _adopt(network: Any) -> Model:
         defaults={},
         calibration=calibration if calibration.is_file() else None,
         head=head if head.is_dir() else None,
+        gate=gate if gate.is_dir() else None,
     )

@@ -27,6 +27,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     add_received     the attention that tokens receive from later queries
     represent_blocks the mean key of the tokens of a block that received most attention
     block_scores     a query's score on blocks of pages, by their representative keys
+    pool_keys        the largest, smallest and mean numbers of the keys of a page
     between_ends     the first and last pages, and those of selected blocks between them
     block_pages      the pages of selected blocks
     form_clusters    k-means of some keys of a sequence; centroids and clusters into its pages
@@ -56,7 +57,11 @@ operation, so that a policy, its settings and `--help` need no torch.
     shift_rope       shift rotated keys and queries to other positions
     load_missing     copy the selected tokens or pages that a buffer lacks into it
     apply_rope       apply RoPE to queries and keys of new tokens
+    apply_rope_and_append  the same, writing keys and values into pages
     linear           a linear layer for the few tokens of a decode step
+    norm_linears     several linear layers of one input, after its RMS norm
+    norm_swiglu      the SwiGLU product of gate and up projections, after an RMS norm
+    linear_add       a linear layer and the residual
     pack, unpack     a weight in 4 or 8 bits, and back
     packed_linear    the same layer with such a weight
 
@@ -99,6 +104,7 @@ if TYPE_CHECKING:
         most_observed,
         observed_attention,
         outlier_chunks,
+        pool_keys,
         prompt_scores,
         read_kept,
         redundancy_scores,
@@ -110,6 +116,7 @@ if TYPE_CHECKING:
     from keyhole.kernels.operations import (
         append,
         apply_rope,
+        apply_rope_and_append,
         attend,
         attend_and_score,
         backend,
@@ -117,7 +124,10 @@ if TYPE_CHECKING:
         bound_scores,
         head_scores,
         linear,
+        linear_add,
         load_missing,
+        norm_linears,
+        norm_swiglu,
         packed_linear,
         page_bounds,
         prefill,
@@ -152,6 +162,7 @@ __all__ = [
     "antidiagonal_scores",
     "append",
     "apply_rope",
+    "apply_rope_and_append",
     "attend",
     "attend_and_score",
     "attend_and_score_chosen",
@@ -183,13 +194,17 @@ __all__ = [
     "kept",
     "last_queries",
     "linear",
+    "linear_add",
     "load_missing",
     "most_observed",
+    "norm_linears",
+    "norm_swiglu",
     "observed_attention",
     "outlier_chunks",
     "pack",
     "packed_linear",
     "page_bounds",
+    "pool_keys",
     "prefill",
     "prompt_scores",
     "quantise",

@@ -87,6 +87,30 @@ def attention(
     return out[None], None
 
 
+def rotate_and_attend(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rope: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """Attention of one layer for a packed row that is not rotated yet; returns [T, Hq, D].
+
+    layer: transformers' number of it. query [T, Hq, D], key and value [T, Hkv, D]; rope: cosines
+    and sines [T, D]. The layer has no softcap and no sinks; the batch recomputes no stored tokens.
+    """
+    cache = batch.cache
+    layer = cache.geometry.number(layer)
+    layout = cache.geometry.layers[layer]
+    pages = cache.keys[layer], cache.values[layer]
+    query, key = kernels.apply_rope_and_append(*pages, query, key, value, *rope, batch.slots)
+    options, window = {"scale": scale, "softcap": None, "sinks": None}, layout.window
+    _show_written(batch, layer, query, window, options)
+    return _read(batch, layer, query, key, value, window, options)
+
+
 def _paged(
     batch: Batch,
     layer: int,
@@ -97,8 +121,21 @@ def _paged(
     options: dict[str, Any],
 ) -> Tensor:
     """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
-    cache = batch.cache
     _write(batch, layer, query, key, value, window, options)
+    return _read(batch, layer, query, key, value, window, options)
+
+
+def _read(
+    batch: Batch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Reads for query [T, Hq, D] once key and value [T, Hkv, D] are written; [T, Hq, Dv]."""
+    cache = batch.cache
     parts = []
     if batch.step is not None:
         rows = slice(batch.num_decode)
@@ -130,15 +167,22 @@ def _write(
 
     LastLayer where the forward pass may end.
     """
-    cache = batch.cache
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if batch.rewrite is None:
         kernels.append(keys, None if value is None else values, key, value, batch.slots)
     else:
         selective_recompute.write(batch, batch.rewrite, layer, (key, value))
+    _show_written(batch, layer, query, window, options)
+
+
+def _show_written(
+    batch: Batch, layer: int, query: Tensor, window: int | None, options: dict[str, Any]
+) -> None:
+    """Shows queries and the written keys to those who want them; raises as `_write`."""
+    cache = batch.cache
     if batch.touched is not None and batch.filled is not None and window is None:
         keeper = batch.policy if batch.keeper is None else batch.keeper
-        keeper.on_append(keys, cache.data[layer], batch.touched, batch.filled)
+        keeper.on_append(cache.keys[layer], cache.data[layer], batch.touched, batch.filled)
     if batch.observer is not None:
         batch.observer(layer, query, {"window": window, **options})
     if batch.policy.reads_queries and window is None:

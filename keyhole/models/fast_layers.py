@@ -148,13 +148,13 @@ def is_plain_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
         return False
-    if len([*module.parameters()]) != 1 or weight.dim() != 1 or _epsilon(module) is None:
+    if len([*module.parameters()]) != 1 or weight.dim() != 1 or epsilon(module) is None:
         return False
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, len(weight), generator=generator)
     tried: Any = copy.deepcopy(module).to("cpu", torch.float32)
     tried.weight = nn.Parameter(drawn[0], requires_grad=False)
-    wanted = F.rms_norm(drawn[1], drawn[0].shape, drawn[0], _epsilon(module))
+    wanted = F.rms_norm(drawn[1], drawn[0].shape, drawn[0], epsilon(module))
     try:
         return torch.allclose(tried(drawn[1]), wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
     except (RuntimeError, TypeError):  # other arguments
@@ -165,12 +165,13 @@ def is_plain_norm(module: nn.Module) -> bool:
 def _fast(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """By torch's kernel."""
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, _epsilon(self))
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon(self))
 
     return type(f"Fast{cls.__name__}", (cls,), {"forward": forward})
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def epsilon(module: nn.Module) -> float | None:
+    """The epsilon of an RMS norm of transformers; None if it has none under a known name."""
     found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return found if isinstance(found, float) else None
 

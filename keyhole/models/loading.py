@@ -42,7 +42,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, GATE_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -50,6 +50,7 @@ from keyhole.models.modules import (
     sequence_adapters,
     sequence_rope,
 )
+from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
@@ -278,6 +279,7 @@ def _model(
     indexer.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
+    fuse_layers(network, place)
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
     max_length, reason = families.max_length(config, rope)
     folder = Path(name)
@@ -295,6 +297,7 @@ def _model(
         defaults=network.generation_config.to_dict(),
         calibration=calibration if calibration.is_file() else None,
         head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
+        gate=folder / GATE_FOLDER if (folder / GATE_FOLDER).is_dir() else None,
         stability=stability if stability.is_file() else None,
         draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,

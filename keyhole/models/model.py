@@ -22,6 +22,8 @@ from keyhole.models.weights.adapters import Adapters
 CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
+#: The same for SeerAttention-R.
+GATE_FOLDER = "seer-gate"
 #: The folder of its EAGLE-3 draft, a whole one that proposes tokens.
 DRAFT_FOLDER = "keyhole-draft"
 
@@ -32,9 +34,10 @@ class Model:
 
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
-    RoPE change; None: they never do. calibration, head, stability: files next to the weights for
-    DELTA, SpeContext and SamKV. draft: the folder of an EAGLE-3 draft. weights: the format that
-    they were packed in while loading. adapters: LoRA adapters that single requests may choose.
+    RoPE change; None: they never do. calibration, head, gate, stability: files next to the weights
+    for DELTA, SpeContext, SeerAttention-R and SamKV. draft: the folder of an EAGLE-3 draft.
+    weights: the format that they were packed in while loading. adapters: LoRA adapters that single
+    requests may choose.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Model:
     defaults: dict[str, Any]
     calibration: Path | None = None
     head: Path | None = None
+    gate: Path | None = None
     stability: Path | None = None
     draft: Path | None = None
     rope: families.RopeLengths | None = None

@@ -31,6 +31,7 @@ _METHODS = {
     "snapkv": "keyhole.policies.evicting.snapkv:SnapKV",
     "clusterkv": "keyhole.policies.clusterkv:ClusterKV",
     "shadowkv": "keyhole.policies.shadowkv:ShadowKV",
+    "seer_attention_r": "keyhole.policies.seer_attention_r:SeerAttentionR",
     "spe_context": "keyhole.policies.spe_context:SpeContext",
 }
 _CONTROLS = {

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from keyhole.cache.kept_tokens import KeptTokenRows, RetainedPages
     from keyhole.kernels import Rotation
+    from keyhole.retrieval.gate import SeerGate
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
@@ -120,7 +121,7 @@ class Step:
     documents); None: all. Dropped tokens are removed from selections.
     retained: the pages that full-attention layers still read, where the policy evicts; None: all.
     Selections and scores are then indexed by retained pages and tokens.
-    head: None without a retrieval head.
+    head: None without a retrieval head. gate: None unless the policy wants one.
     """
 
     lengths: Tensor
@@ -135,6 +136,7 @@ class Step:
     kept_tokens: KeptTokenRows | None = None
     retained: RetainedPages | None = None
     head: HeadWeights | None = None
+    gate: SeerGate | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class Policy:
     dense: ClassVar[bool] = False
     #: Whether the policy selects by a retrieval head, which the engine then loads and runs.
     wants_head: ClassVar[bool] = False
+    #: Whether it selects by the gate of SeerAttention-R, which the engine then loads.
+    wants_gate: ClassVar[bool] = False
     #: Whether it shifts keys by their rotation; models without one, or with another, are refused.
     shifts_keys: ClassVar[bool] = False
     #: False if a page's data depends on more than its tokens and those before them: sequences then

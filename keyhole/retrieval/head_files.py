@@ -47,20 +47,27 @@ def write(
 
     A partially written folder has no config.json. ConfigError if it cannot be written.
     """
-    folder = Path(path)
     text = {"model_type": KIND, **asdict(config), "dropped_share": dropped_share}
+    write_folder(path, text, tensors, what="head")
+
+
+def write_folder(
+    path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, what: str
+) -> None:
+    """The same for any config; what: the word for its content in errors."""
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
         weights, words = folder / "model.safetensors.part", folder / "config.json.part"
         plain = {name: x.detach().contiguous() for name, x in tensors.items()}
         save_file(plain, weights, metadata={"format": "pt"})
-        words.write_text(json.dumps(text, indent=2) + "\n")
+        words.write_text(json.dumps(config, indent=2) + "\n")
         weights.chmod(words.stat().st_mode & 0o777)  # safetensors makes files for the owner alone
         os.replace(weights, folder / "model.safetensors")
         os.replace(words, folder / "config.json")
     except OSError as error:
-        raise ConfigError(f"the head cannot be written to {str(path)!r}: {error}") from error
+        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {error}") from error
 
 
 def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:

@@ -73,7 +73,7 @@ def test_every_test_file_for_a_device_is_in_one_part() -> None:
     named = [name for _, files in gpu.TESTS.values() for name in files]
     assert len(named) == len(set(named))
     assert set(named) < there
-    rest = gpu._tests(15, ROOT / "log")
+    rest = gpu._tests(17, ROOT / "log")
     assert "tests/gpu" in rest
     assert {arg for arg in rest if arg.startswith("--ignore")} == {
         f"--ignore=tests/gpu/{name}" for name in named
@@ -102,8 +102,8 @@ def test_what_there_is_no_time_for_is_named(
     monkeypatch.setattr(gpu, "run", lambda part, limit: ran.append((part.number, limit)) or True)
     clock = iter([0.0, 0.0, 100.0, 200.0, 200.0, 480.0])
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
-    assert gpu.run_parts((1, 13, 5, 2, 3), None, tmp_path)
-    assert ran == [(1, 520), (13, 430), (2, 150)]  # its own limit, or what is left
+    assert gpu.run_parts((1, 15, 5, 2, 3), None, tmp_path)
+    assert ran == [(1, 520), (15, 430), (2, 150)]  # its own limit, or what is left
     assert capsys.readouterr().out == (
         "== part 5: spe_context_80gb_long_answer: skipped, no time left; run PART=5\n"
         "== part 3: training of the bundled model: skipped, no time left; run PART=3\n"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import headlines as program
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import page, setting
-from benchmarks.paper.kinds import ThroughputSettings
+from benchmarks.paper.kinds import StepSettings, ThroughputSettings
 from benchmarks.paper.settings import HEADLINES, Headline, SpeedTarget, judged
+from benchmarks.paper.traffic_lower_bound import num_weights, weights_read
 from keyhole.bench import model
 from keyhole.bench.settings import ALL_BASELINES, DecodeSettings
-from keyhole.errors import UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,42 @@ def test_bars_are_ratios_of_speeds() -> None:
         {"bar": "mine: tokens/s by those of yours", "value": 2.0, "wanted": ">= 2.0", "met": True},
         {"bar": "mine: tokens/s", "value": 30.0, "wanted": ">= 31", "met": False},
     ]
+
+
+def test_steps_of_one_sequence_are_judged_by_the_bytes_they_read() -> None:
+    """1.4 times the time of weights and keys at the bandwidth of the machine is just allowed."""
+    one = HEADLINES["one_sequence_8b"]
+    assert isinstance(one.settings, StepSettings)
+    assert one.settings.decode.contexts == (2048, 32768, 131072)
+    assert one.settings.decode.batch == 1
+    labels = dict(zip(one.settings.decode.contexts, one.settings.labels, strict=True))
+    weights, bandwidth = 15e9, 3e12
+
+    def result(system: str, context: int, kv_bytes: float, factor: float) -> dict[str, Any]:
+        at_best = 1e3 * (weights + kv_bytes + 1e6) / bandwidth
+        cost = {"kv_bytes": kv_bytes, "other_bytes": 1e6, "step_ms": factor * at_best}
+        return {"system": system, "context": context} | cost
+
+    results = [result("full", 2048, 2e9, 1.39), result("full", 131072, 60e9, 1.0)]
+    results += [result("delta", 2048, 1e9, 1.41), result("delta", 131072, 10e9, 1.3)]
+    line = {"labels": labels, "step_weight_bytes": weights, "read_bytes_per_s": bandwidth}
+    speeds = setting._step_speeds(line | {"results": results})
+    met = {bar["bar"]: bar["met"] for bar in judged(one, "steps/s", speeds)}
+    assert met == {
+        "full at 2k: steps/s by those of bytes of full at 2k": True,
+        "delta at 2k: steps/s by those of bytes of delta at 2k": False,
+        "full at 128k: steps/s by those of bytes of full at 128k": True,
+        "delta at 128k: steps/s by those of bytes of delta at 128k": True,
+        "delta at 128k: steps/s by those of full at 128k": True,
+    }
+
+
+def test_a_step_reads_every_weight_but_an_embedding_of_its_own() -> None:
+    embedding = 128256 * 4096
+    assert weights_read("llama-3.1-8b") == num_weights("llama-3.1-8b") - embedding
+    assert weights_read("llama-3.2-1b") == num_weights("llama-3.2-1b")
+    with pytest.raises(ConfigError, match="labels"):
+        StepSettings(labels=("2k",), decode=DecodeSettings(contexts=(2048, 4096)))
 
 
 @pytest.mark.parametrize(("rival", "says"), [(0.25, "–"), (2.0, ">= 1.0")])

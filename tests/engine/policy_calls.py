@@ -33,7 +33,7 @@ PROMPTS = [prompt(3), prompt(61), prompt(61) + prompt(9, 1), prompt(90, 2)]
 SETTINGS: dict[str, Any] = {"max_batch": 8, "prefill_chunk": 24}
 
 #: What these keep beside the keys of a page, no other engine has; nor a retrieval head.
-NEEDS_MORE = {"quest", "infllm", "clusterkv", "shadowkv", "spe_context"}
+NEEDS_MORE = {"quest", "infllm", "clusterkv", "shadowkv", "seer_attention_r", "spe_context"}
 
 
 #: Layers of those that would read everything in so few layers; RaaS and R-KV count generated tokens

@@ -149,6 +149,8 @@ def test_a_dict_changes_the_settings_as_they_were_given(model: Model) -> None:
         ("delta", "quest", "'high' and 'low' with every page.*start the LLM with policy='quest'"),
         ("shadowkv", {"chunk_size": 2}, "of another shape.*policy='shadowkv' and these settings"),
         ("delta", "spe_context", "retrieval head, which was not loaded; start the LLM with"),
+        ("delta", "seer_attention_r", "it needs a gate, which was not loaded; start the LLM with"),
+        ("seer_attention_r", {"gate": "elsewhere"}, "the gate of 'the model'; leave gate out"),
         ("spe_context", {"head": "elsewhere"}, "retrieval head of 'the model'; leave head out"),
     ],
 )

@@ -2,11 +2,12 @@
 
 Triton's interpreter runs what its compiler may refuse: types that do not agree, shapes that are no
 powers of two, what is no constant. Here a launch compiles, down to the machine code of compute
-capability 9.0, and computes nothing, so that of a test nothing counts but that. At the end every
-kernel of the files that were imported must have been compiled.
+capability 9.0 (or of 10.0 with KEYHOLE_COMPUTE_CAPABILITY=100), and computes nothing, so that of a
+test nothing counts but that. At the end every kernel of the files that were imported must have been
+compiled.
 
     KEYHOLE_COMPILE_ONLY=all python -m pytest -p tests.gpu.compile_only \\
-        tests/gpu/test_kernels.py tests/gpu/test_moves.py
+        tests/gpu/test_kernels.py tests/gpu/test_moves.py tests/gpu/test_projections.py
 
 With `few` instead of `all` each in one shape, in half a minute.
 """
@@ -14,6 +15,7 @@ With `few` instead of `all` each in one shape, in half a minute.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +33,7 @@ class Absent:
     """What Triton asks of a driver before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", int(os.environ.get("KEYHOLE_COMPUTE_CAPABILITY", "90")), 32)
 
     def get_current_device(self) -> int:
         return 0

@@ -10,6 +10,7 @@ import torch
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import offload_loading
+from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.model import RandomKV, make_weights, prompts
 from keyhole.bench.settings import ALL_BASELINES, MORE_BASELINES, DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache
@@ -41,6 +42,8 @@ def peers() -> tuple[list[Baseline], list[list[int]], list[int]]:
     numbers = RandomKV(weights.keyhole, 2, CONTEXT)
     found = []
     for name, (_, kind) in ALL_BASELINES.items():
+        if name == "flashinfer" and not is_installed():
+            continue
         past = BaselineCache(kind, weights.keyhole, CONTEXT, STEPS)
         past.fill(numbers)
         found.append(Baseline(name, weights, past, CONTEXT))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("tests/gpu/test_kernels.py", "tests/gpu/test_moves.py")
+KERNELS = tuple(f"tests/gpu/test_{name}.py" for name in ("kernels", "moves", "projections"))
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
 
@@ -27,8 +27,10 @@ def test_the_kernels_equal_their_twins_under_the_interpreter(part: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", ["90", "100"])
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path, capability: str) -> None:
     chosen = {"KEYHOLE_COMPILE_ONLY": "few", "TRITON_CACHE_DIR": str(tmp_path)}
+    chosen["KEYHOLE_COMPUTE_CAPABILITY"] = capability
     printed = run_tests(chosen, "-p", "tests.gpu.compile_only")
     assert "not compiled" not in printed, printed
 

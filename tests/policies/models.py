@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from keyhole.models.loading import load
-from keyhole.models.model import HEAD_FOLDER, Model
+from keyhole.models.model import GATE_FOLDER, HEAD_FOLDER, Model
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_config, make_model, make_network
 
@@ -35,10 +36,12 @@ def _twins(kind: str, dtype: str, fields: str) -> tuple[Model, Any]:
 
 
 def with_head(checkpoint: str | Path, inputs: str = "tokens+features", seed: int = 0) -> Model:
-    """The model of a checkpoint, with a random retrieval head beside its weights."""
+    """The model of a checkpoint, with a random retrieval head and gate beside its weights."""
     model = load(checkpoint, "cpu")
     model.head = Path(checkpoint) / HEAD_FOLDER
     RetrievalHead.random(model.network, inputs=inputs, seed=seed).save_pretrained(model.head)
+    model.gate = Path(checkpoint) / GATE_FOLDER
+    SeerGate.random(model.geometry(1), seed=seed).save_pretrained(model.gate)
     return model
 
 

@@ -34,6 +34,7 @@ class Odd(Policy):
     name: ClassVar[str] = "odd"
     dense: ClassVar[bool] = True
     wants_head: ClassVar[bool] = True
+    wants_gate: ClassVar[bool] = True
 
 
 def test_there_is_something_to_hand_on() -> None:
@@ -42,6 +43,7 @@ def test_there_is_something_to_hand_on() -> None:
         "name",
         "dense",
         "wants_head",
+        "wants_gate",
         "shifts_keys",
         "shares_pages",
         "reads_queries",

@@ -13,8 +13,9 @@ import torch
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import train
-from keyhole.retrieval.training.distill import Distiller, rate
+from keyhole.retrieval.training.distill import Distiller
 from keyhole.retrieval.training.objectives import selection_loss
+from keyhole.retrieval.training.run import rate
 from keyhole.retrieval.training.training_config import FileCorpus, TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
@@ -144,7 +145,7 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="holds no run to resume"):
         train.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
-    with pytest.raises(ConfigError, match="holds a finished head; choose another"):
+    with pytest.raises(ConfigError, match="holds a finished head or gate; choose another"):
         train.train(network, Texts(), RECIPE, tmp_path / "head")
 
 

@@ -45,8 +45,8 @@ LAZY_FILES = {
 """Files whose job is to import by name."""
 
 OPTIONAL = {
-    *("aiohttp", "apsw", "gguf", "llguidance", "markitdown", "matplotlib", "opentelemetry"),
-    *("peft", "scipy", "sqlite_vec"),
+    *("aiohttp", "apsw", "flashinfer", "gguf", "llguidance", "markitdown", "matplotlib"),
+    *("opentelemetry", "peft", "scipy", "sqlite_vec"),
 }
 """Packages that may be absent, and so may be imported inside the function that needs them."""
 

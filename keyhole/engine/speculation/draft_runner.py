@@ -37,7 +37,9 @@ from keyhole.models.batch import Batch, Chunk
 from keyhole.models.fast_layers import speed_up_linear
 from keyhole.models.model import DRAFT_FOLDER, Model
 from keyhole.policies.base import ChoiceBlocks, HeadWeights
+from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.head import RetrievalHead
 
 
 class DraftRunner(HeadRunner):
@@ -212,3 +214,18 @@ def load_draft(folder: str | None, model: Model) -> DraftModel:
     draft = DraftModel.from_eagle3(place, model.network)
     speed_up_linear(draft, model.device)
     return draft
+
+
+def make_head_runner(
+    model: Model,
+    cache: PageCache,
+    head: RetrievalHead | None,
+    draft: DraftModel | None,
+    config: EngineConfig,
+) -> HeadRunner | None:
+    """Runs the retrieval head, and the draft model whose head it is; None without a head."""
+    if head is None:
+        return None
+    model.watch(head.config.feature_layers)
+    place = (cache, choice_lists(cache.geometry))
+    return HeadRunner(head, *place) if draft is None else DraftRunner(draft, *place, config)

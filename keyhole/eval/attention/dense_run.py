@@ -32,6 +32,7 @@ from keyhole.models import attention
 from keyhole.models.batch import Batch
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Candidates(Policy):
 
     def __post_init__(self) -> None:
         # Other policies have these as class variables; here they depend on the wrapped policies.
-        for name in ("wants_head", "reads_keys", "reads_queries"):
+        for name in ("wants_head", "wants_gate", "reads_keys", "reads_queries"):
             object.__setattr__(self, name, any(getattr(one, name) for one in self.policies))
         shares = all(one.shares_pages for one in self.policies)
         object.__setattr__(self, "shares_pages", shares)
@@ -353,12 +354,13 @@ def run(
     *,
     copies: SharedPromptCache | None = None,
     head: RetrievalHead | None = None,
+    gate: SeerGate | None = None,
 ) -> None:
     """Runs the requests on the dense model and calls `take` with every full-attention layer of each
     step.
 
-    Samples are numbered in the order of the requests. copies: cached prompts. head: for policies
-    that need one; None: the head stored with the weights.
+    Samples are numbered in the order of the requests. copies: cached prompts. head, gate: for
+    policies that need one; None: those stored with the weights.
     """
     rows = SampleRows()
     seen: list[Any] = []
@@ -372,7 +374,7 @@ def run(
 
     candidates = Candidates(policies=tuple(policies), observe=look_at)
     observed = ObservedModel.of(model, observe)
-    engine = Engine(observed, candidates, config, head=head, copies=copies)
+    engine = Engine(observed, candidates, config, head=head, copies=copies, gate=gate)
     try:
         serve(engine, requests, rows.update)
     finally:

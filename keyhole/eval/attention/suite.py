@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, require
-from keyhole.engine.head_runner import load_head
+from keyhole.engine.head_runner import load_gate, load_head
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import KeyholeError
 from keyhole.eval.attention.dense_run import LayerStep, Take, run
@@ -44,6 +44,7 @@ from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy
+from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 
 #: `measured` of a line, and its `weights`.
@@ -145,7 +146,7 @@ class AttentionGrid:
 class CellRun:
     """A model, and the windows of text that are forced through it.
 
-    is_twin: its weights are random, and so are those of a retrieval head.
+    is_twin: its weights are random, and so are those of a retrieval head and of a gate.
     """
 
     model: Model
@@ -194,7 +195,9 @@ class CellRun:
         requests = [dataclasses.replace(forced(one), keep_logits=False) for one in self.windows]
         head = next((self._head(policy) for policy in policies if policy.wants_head), None)
         self.copies.begin((self.is_twin, length))
-        run(self.model, policies, requests, self.config, take, copies=self.copies, head=head)
+        gate = next((self._gate(policy) for policy in policies if policy.wants_gate), None)
+        given = (self.model, policies, requests, self.config, take)
+        run(*given, copies=self.copies, head=head, gate=gate)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -202,6 +205,13 @@ class CellRun:
         """The head of a policy; for the twin, a random one. ConfigError if the model has none."""
         head = load_head(policy, self.model)
         return RetrievalHead.random(self.model.network) if self.is_twin else head
+
+    def _gate(self, policy: Policy) -> SeerGate | None:
+        """The same for the gate."""
+        geometry = self.model.geometry(self.config.page_size)
+        gate = load_gate(policy, self.model, geometry)
+        like = self.model.device, self.model.dtype
+        return SeerGate.random(geometry).to(*like) if self.is_twin else gate
 
 
 SEED = 0
@@ -211,9 +221,9 @@ SEED = 0
 def random_twin(model: Model) -> Iterator[Model]:
     """A model of the same config on the same device, initialised as transformers does.
 
-    It has the model's tokenizer and calibrations, but no retrieval head, which was made for the
-    trained weights. On a GPU the model itself is moved to the host's memory in the meantime, since
-    the two need not fit together.
+    It has the model's tokenizer and calibrations, but no retrieval head or gate, which were made
+    for the trained weights. On a GPU the model itself is moved to the host's memory in the
+    meantime, since the two need not fit together.
     """
     moved = model.device.type == "cuda"
     if moved:

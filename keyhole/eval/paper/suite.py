@@ -271,7 +271,12 @@ def default_policies(model: Model) -> str:
     return ",".join(
         name
         for name, cls in available_policies().items()
-        if not (cls.dense or name in _RECENCY or (cls.wants_head and model.head is None))
+        if not (
+            cls.dense
+            or name in _RECENCY
+            or (cls.wants_head and model.head is None)
+            or (cls.wants_gate and model.gate is None)
+        )
     )
 
 

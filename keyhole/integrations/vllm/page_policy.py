@@ -104,8 +104,8 @@ def _as_pages(selection: Selection | None, page_size: int) -> Selection | None:
 def page_policy(policy: Policy, geometry: Geometry) -> Policy:
     """The policy in a form that vLLM can run, resolved for a model.
 
-    ConfigError for one that needs what vLLM lacks: a retrieval head, data per sequence, the queries
-    of prompts, eviction.
+    ConfigError for one that needs what vLLM lacks: a retrieval head or gate, data per sequence, the
+    queries of prompts, eviction.
     """
     for wrong, reason in _needs(policy):
         if wrong:
@@ -119,6 +119,7 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
     cls = type(policy)
     return [
         (policy.wants_head, "selects by a retrieval head, which vLLM does not run"),
+        (policy.wants_gate, "selects by a trained gate, which is not loaded into vLLM"),
         (
             cls.sequence_state is not Policy.sequence_state
             or cls.sequence_numbers is not Policy.sequence_numbers,

@@ -8,6 +8,7 @@ from keyhole.kernels.composed.blocks import (
     between_ends,
     block_pages,
     block_scores,
+    pool_keys,
     represent_blocks,
 )
 from keyhole.kernels.composed.clusters import (
@@ -77,6 +78,7 @@ __all__ = [
     "most_observed",
     "observed_attention",
     "outlier_chunks",
+    "pool_keys",
     "prompt_scores",
     "read_kept",
     "redundancy_scores",

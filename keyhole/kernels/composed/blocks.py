@@ -1,4 +1,5 @@
-"""Blocks of pages, scored by the tokens that later queries attend to most (InfLLM).
+"""Blocks of pages, scored by the tokens that later queries attend to most (InfLLM), and pooled keys
+of pages (SeerAttention-R).
 
 Plain PyTorch on every device, except for the scores of blocks. The attention that a token received
 is a sum over many queries, stored as two numbers of the keys' dtype: the second holds the rounding
@@ -23,6 +24,8 @@ _QUERIES = 128
 
 # Blocks whose keys are processed together: 64 MiB of float32 for 64 tokens of 8 heads of 128.
 _BLOCKS = 256
+# The same of pages of 16 tokens.
+_PAGES = 1024
 
 
 def add_received(
@@ -103,6 +106,23 @@ def represent_blocks(
         old = representatives[some[:, 0]]
         new = means.to(old.dtype)
         representatives[some[:, 0]] = torch.where(there[:, None, None], new, old)
+
+
+def pool_keys(key_pages: Tensor, pooled: Tensor, pages: Tensor, filled: Tensor) -> None:
+    """Writes the pooled keys of some pages, in place: largest, smallest and mean numbers.
+
+    key_pages [P, Hkv, page_size, D]; pooled [P, Hkv, 3 D], these three one after the other; pages
+    int64 [n]; filled int64 [n]: tokens that each page holds now, >= 1.
+    """
+    for some, tokens in zip(pages.split(_PAGES), filled.split(_PAGES), strict=True):
+        keys = reference.gathered(key_pages, (some,), pooled.device)
+        keys = reference.dequantised(keys).float()
+        place = torch.arange(keys.shape[2], device=keys.device)
+        empty = (place >= tokens[:, None])[:, None, :, None]
+        high = keys.masked_fill(empty, -math.inf).amax(2)
+        low = keys.masked_fill(empty, math.inf).amin(2)
+        mean = keys.masked_fill(empty, 0.0).sum(2) / tokens[:, None, None]
+        pooled[some] = torch.cat((high, low, mean), 2).to(pooled.dtype)
 
 
 def block_scores(query: Tensor, representatives: Tensor, table: Tensor, valid: Tensor) -> Tensor:

@@ -38,12 +38,19 @@ from keyhole.kernels.reference.pages import (
     load_missing,
     members,
 )
+from keyhole.kernels.reference.projections import (
+    apply_rope_and_append,
+    linear_add,
+    norm_linears,
+    norm_swiglu,
+)
 from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
 
 __all__ = [
     "PackedWeight",
     "append",
     "apply_rope",
+    "apply_rope_and_append",
     "attend",
     "attend_and_score",
     "attend_block",
@@ -57,8 +64,11 @@ __all__ = [
     "head_scores",
     "is_quantised",
     "linear",
+    "linear_add",
     "load_missing",
     "members",
+    "norm_linears",
+    "norm_swiglu",
     "over_heads",
     "pack",
     "packed_linear",

@@ -15,7 +15,9 @@ the reference, and so does everything except `prefill` where Triton is missing o
     bounds      one per page and KV head; one per sequence, KV head and block of pages
     top_k       one per row of scores and block of its entries; six launches
     shift_rope  one per block of tokens
-    apply_rope  one per token and block of heads, queries' and keys' together
+    apply_rope  one per token and block of heads, queries' and keys' together; where pages are
+                written too, values' follow
+    projections  one per block of rows of a weight, for all of a few tokens
     load_missing  one per sequence, KV head and block of the buffer's slots
     flash_attention  prompts by torch's FlashAttention over the gathered pages, and dense steps of
                 `attend` where a FlashAttention for pages is active: no kernel of our own
@@ -51,11 +53,22 @@ _MODULES = {
     "top_k": "page_selection",
     "shift_rope": "rope",
     "apply_rope": "rope",
+    "apply_rope_and_append": "rope",
+    "norm_linears": "projections",
+    "norm_swiglu": "projections",
+    "linear_add": "projections",
     "load_missing": "moves",
 }
 #: Operations that accept pages in pinned host memory. All read and write them in place, except
 #: `prefill`, which copies them.
-_FROM_HOST = {"load_missing", "append", "attend", "page_bounds", "prefill"}
+_FROM_HOST = {
+    "load_missing",
+    "append",
+    "apply_rope_and_append",
+    "attend",
+    "page_bounds",
+    "prefill",
+}
 #: Operations that torch computes: they need no Triton.
 _BY_TORCH = {"prefill"}
 #: Operations where only the first operand has the model's dtype: angles are float64.

@@ -18,10 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from keyhole.kernels.reference.quantised import row_dim
 from keyhole.kernels.selection import PagedQuery, Selection
-from keyhole.kernels.triton import flash_attention
+from keyhole.kernels.triton import flash_attention, overlap
 from keyhole.kernels.triton.quantised import code, scales_of, widened
 
 #: tl.dot multiplies blocks of at least 16 rows.
@@ -156,12 +157,16 @@ def _part(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One split of the tokens that some query heads of one group of a sequence read.
 
     LISTS: lists of `indices` per sequence, 0 for all tokens. `scores` receives the logits times
     log2(e), float32 [B, Hq, num_tokens].
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     number, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     block, head = number % BLOCKS, (number // BLOCKS) % HEADS
     sequence = (number // BLOCKS) // HEADS
@@ -281,8 +286,12 @@ def _join(
     SINKS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     DIMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Combines the splits of one query head; a sequence without tokens returns zeros."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS_PADDED), block * DIMS + tl.arange(0, DIMS)
     at = row * splits + s
@@ -381,6 +390,7 @@ def parts_of(
         TOKENS=cut.tokens,
         num_warps=8 if value_dim > 128 else 4,
         num_stages=2,
+        **overlap.options(),
     )
     return mixed, largest, total
 
@@ -404,6 +414,7 @@ def joined(
         SINKS=sinks is not None,
         SPLITS_PADDED=triton.next_power_of_2(splits),
         DIMS=dims,
+        **overlap.options(),
     )
     return out
 

@@ -1,4 +1,4 @@
-"""RoPE applied to new queries and keys, and shifts of rotated ones to other positions."""
+"""RoPE applied to new queries and keys, into pages too, and shifts of rotated ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from keyhole.kernels import reference
+from keyhole.kernels.triton import overlap
+from keyhole.kernels.triton.moves import append
 
 #: Heads of one program: few, so that a step of few tokens still fills the GPU.
 _HEADS = 4
@@ -101,6 +106,127 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
             num_warps=2,
         )
     return out_query.transpose(1, 2), out_key.transpose(1, 2)
+
+
+@triton.jit
+def _rotary_append(
+    key_pages,
+    value_pages,
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    slots,
+    out_query,
+    out_key,
+    stride_kp,
+    stride_kph,
+    stride_kpt,
+    stride_vp,
+    stride_vph,
+    stride_vpt,
+    stride_q,
+    stride_qh,
+    stride_k,
+    stride_kh,
+    stride_v,
+    stride_vh,
+    stride_cos,
+    stride_sin,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A block of heads of one token: first the queries', then the keys', then the values'."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, HALF_PADDED)
+    cos, sin = cos + token * stride_cos, sin + token * stride_sin
+    cos1 = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    cos2 = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+    sin2 = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
+
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    mask = (head < QUERY_HEADS)[:, None] & (d < HALF)[None]
+    source = query + token * stride_q + head[:, None] * stride_qh + d[None]
+    target = out_query + (token * QUERY_HEADS + head[:, None]) * 2 * HALF + d[None]
+    _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
+
+    slot = tl.load(slots + token)
+    page, place = slot // SIZE, slot % SIZE
+    head -= QUERY_HEADS
+    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
+    source = key + token * stride_k + head[:, None] * stride_kh + d[None]
+    target = out_key + (token * KEY_HEADS + head[:, None]) * 2 * HALF + d[None]
+    _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
+    target = (
+        key_pages + page * stride_kp + place * stride_kpt + head[:, None] * stride_kph + d[None]
+    )
+    _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
+
+    head -= KEY_HEADS
+    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
+    source = value + token * stride_v + head[:, None] * stride_vh + d[None]
+    target = value_pages + page * stride_vp + place * stride_vpt + head[:, None] * stride_vph
+    tl.store(target + d[None], tl.load(source, mask=mask), mask=mask)
+    tl.store(target + HALF + d[None], tl.load(source + HALF, mask=mask), mask=mask)
+
+
+def apply_rope_and_append(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As the reference; in two launches for pages of 8 bits and values of another size."""
+    (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
+    if reference.is_quantised(key_pages) or value.shape[2] != dim or not tokens:
+        heads = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+        turned = apply_rope(*heads, cos[None], sin[None])
+        query, key = (x[0].transpose(0, 1) for x in turned)
+        append(key_pages, value_pages, key, value, slots)
+        return query, key
+    out_query, out_key = query.new_empty(query.shape), key.new_empty(key.shape)
+    _rotary_append[tokens, -(-(query_heads + 2 * key_heads) // _HEADS)](
+        key_pages,
+        value_pages,
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        slots.long().contiguous(),
+        out_query,
+        out_key,
+        *key_pages.stride()[:3],
+        *value_pages.stride()[:3],
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        QUERY_HEADS=query_heads,
+        KEY_HEADS=key_heads,
+        SIZE=key_pages.shape[2],
+        HALF=dim // 2,
+        HALF_PADDED=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS,
+        num_warps=2,
+        **overlap.options(),
+    )
+    return out_query, out_key
 
 
 @triton.jit

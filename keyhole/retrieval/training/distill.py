@@ -1,18 +1,14 @@
 """Trains a retrieval head for a frozen target, by one of three objectives.
 
-    attention   the head's weights match the target's attention (`attention_objective`)
-    selection   the selection changes the target's predictions little (`selection_objective`)
-    eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`)
-
-Every step is given by the seed and its number, so that a resumed run uses the same texts and
-reaches the same weights.
+attention   the head's weights match the target's attention (`attention_objective`)
+selection   the selection changes the target's predictions little (`selection_objective`)
+eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,62 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.config import require
-from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.objectives import Draft, attention_loss, eagle_loss, selection_loss
+from keyhole.retrieval.training.run import LONG, Lesson, TrainingRun
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import SHORTEST, Corpus, TrainingConfig
 
-#: Texts are this long and powers of two times that, up to the longest.
-_SHORT = 256
-#: Longest training text by default: longer ones cost minutes each.
-_LONG = 8192
-_WARM_UP = 0.02
-#: Where the learning rate ends, as a share of its peak.
-_END = 0.02
-_LARGEST_GRADIENT = 1.0
 #: Budget of the progress figures: this part of a text, with sinks and window as
 #: SpeContext has them by default.
 _PART, _FIRST, _LAST = 8, 4, 64
 
 
-@dataclass(frozen=True)
-class StepProgress:
-    """One step: mean loss of its texts, and recall at a budget of an eighth of their length.
+class Distiller(TrainingRun):
+    """The training of a retrieval head."""
 
-    recall is the share of the target's attention on the head's selection, before it learned from
-    the text; window is the same for the newest tokens.
-    """
-
-    length: int
-    loss: float
-    recall: float
-    window: float
-
-
-class Distiller:
-    """The state of a training run between two steps."""
+    module: RetrievalHead | Draft
 
     def __init__(self, network: nn.Module, corpus: Corpus, config: TrainingConfig) -> None:
         shape = Target.of(network.requires_grad_(False))  # from now on; only the head learns
         given = None
         if config.start is not None:
             given = RetrievalHead.from_pretrained(config.start, network)
-        self.config = config = _settled(config, shape, given)
-        self.step = self.tokens = 0
+        config = _settled(config, shape, given)
         head = _random(network, config) if given is None else _copy(given, config)
-        self.module: RetrievalHead | Draft = head
-        if config.objective == "eagle":
-            self.module = _draft(network, head, config.seed)
-        self._network, self._corpus = network, corpus
+        eagle = config.objective == "eagle"
+        super().__init__(_draft(network, head, config.seed) if eagle else head, corpus, config)
+        self._network = network
         self._teacher = Teacher(network, head.config.feature_layers)
         self._device = shape.embedding.device
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
-        )
 
     @property
     def head(self) -> RetrievalHead:
@@ -84,80 +54,14 @@ class Distiller:
             return self.module.prune(self.config.inputs)
         return self.module
 
-    @property
-    def finished(self) -> bool:
-        """Whether all tokens were seen."""
-        return self.tokens >= self.config.tokens
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the current head. ConfigError if it cannot be written."""
+        self.head.save_pretrained(folder)
 
-    def train_step(self) -> StepProgress:
-        """Learns from several texts of one length.
-
-        NumericalError, with the weights unchanged, if the loss or a gradient is NaN.
-        """
-        config = self.config
-        rng = Random(f"head/{config.seed}/{self.step}")
-        length = rng.choice(_lengths(config.length or _LONG))
-        count = max(1, config.batch_tokens // length)
-        losses, shares, windows, seen = [], [], [], 0
-        for _ in range(count):
-            targets = self._targets(rng, length)
-            seen += len(targets.token_ids)
-            loss, found = self._loss(targets, rng)
-            (loss / count).backward()
-            losses.append(float(loss.detach()))
-            shares.append(found[0])
-            windows.append(found[1])
-        norm = nn.utils.clip_grad_norm_(self._parameters, _LARGEST_GRADIENT)
-        if not math.isfinite(sum(losses)) or not norm.isfinite():
-            self.optimizer.zero_grad()
-            raise NumericalError(
-                f"the loss of step {self.step} is {losses[-1]} and its gradient {float(norm)}; a "
-                "lower learning_rate may help"
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = (config.learning_rate or 0.0) * rate(self.tokens / config.tokens)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.tokens += seen
-        mean = [sum(x) / count for x in (losses, shares, windows)]
-        return StepProgress(length, *mean)
-
-    def state(self) -> dict[str, Any]:
-        """All state that the next step depends on, in plain types and tensors."""
-        return {
-            "config": dataclasses.asdict(self.config),
-            "weights": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "data": {"name": self._corpus.name, "digest": self._corpus.digest},
-            "step": self.step,
-            "tokens": self.tokens,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Resumes from a state with the same config, texts and target; ConfigError if they
-        differ.
-        """
-        for name, value in dataclasses.asdict(self.config).items():
-            old = state["config"].get(name)
-            old = tuple(old) if isinstance(old, list) else old
-            require(old == value, name, value, f"{old!r}, as in the run that is to be resumed")
-        old, corpus = state["data"], self._corpus
-        if old["digest"] != corpus.digest:
-            raise ConfigError(
-                f"the run that is to be resumed was made with {old['name']} (sha256 "
-                f"{old['digest'][:12]}), and {corpus.name} (sha256 {corpus.digest[:12]}) has "
-                "different "
-                "texts"
-            )
-        try:
-            self.module.load_state_dict(state["weights"])
-        except RuntimeError as error:
-            raise ConfigError(
-                "the run that is to be resumed was made for a model of another shape"
-            ) from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens = state["step"], state["tokens"]
+    def _lesson(self, rng: Random, length: int) -> Lesson:
+        targets = self._targets(rng, length)
+        loss, (recall, window) = self._loss(targets, rng)
+        return Lesson(loss, recall, window, len(targets.token_ids))
 
     def _targets(self, rng: Random, length: int) -> TeacherTargets:
         token_ids, config = self._corpus.text(rng, length), self.config
@@ -199,25 +103,9 @@ class Distiller:
         return loss, (shares[0], shares[1])
 
 
-def rate(done: float) -> float:
-    """Factor on the learning rate after a share of the training: warm-up, then a cosine."""
-    fall = max(0.0, min(1.0, (done - _WARM_UP) / (1 - _WARM_UP)))
-    cosine = _END + (1 - _END) * (1 + math.cos(math.pi * fall)) / 2
-    return cosine * min(1.0, (done + 1e-3) / _WARM_UP)
-
-
-def _lengths(longest: int) -> list[int]:
-    """256, 512, ... and the longest itself, each equally likely."""
-    lengths = []
-    while longest >= _SHORT:
-        lengths.append(longest)
-        longest //= 2
-    return lengths or [longest]
-
-
 def _settled(config: TrainingConfig, shape: Target, given: RetrievalHead | None) -> TrainingConfig:
     """The config with every None resolved for a target, or from a given head."""
-    length = config.length or min(shape.max_length, _LONG)
+    length = config.length or min(shape.max_length, LONG)
     require(length <= shape.max_length, "length", length, f"at most {shape.max_length}")
     layers, inputs, factor = config.feature_layers, config.inputs, 0.6
     if given is not None:

@@ -8,7 +8,8 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,46 @@ class TeacherTargets:
     cache: DynamicCache | None = None
 
 
+class AttentionRecord(ABC):
+    """Passed through a forward pass to every layer; takes the weights of the rows int64 [R]."""
+
+    rows: Tensor
+
+    @abstractmethod
+    def add(self, layer: int, queries: Tensor, keys: Tensor, parts: Iterator[Tensor]) -> None:
+        """Takes a layer with full attention, by its number in the model.
+
+        queries [Hkv, G, n, D] and keys [Hkv, n, D], both rotated. parts: the weights of the rows,
+        float32 [Hkv, G, r, n] each, as many rows at a time as memory allows; must be consumed.
+        """
+
+
 @dataclass
-class _Record:
-    """Passed through a forward pass to every layer; collects the weights of the sampled rows."""
+class _Mass(AttentionRecord):
+    """The sum of the layers' mean weights over the query heads of a KV head."""
 
     rows: Tensor
     total: Tensor | None = None
     num_layers: int = 0
+
+    def add(self, layer: int, queries: Tensor, keys: Tensor, parts: Iterator[Tensor]) -> None:
+        """See `AttentionRecord`."""
+        mass = torch.cat([part.mean(1) for part in parts], 1)
+        self.total = mass if self.total is None else self.total + mass
+        self.num_layers += 1
+
+
+def run_recorded(network: Any, token_ids: Tensor, record: AttentionRecord, **options: Any) -> Any:
+    """The network's output on a text, int64 [n]; `record` takes the weights of each layer.
+
+    options: of its forward.
+    """
+    before = network.config._attn_implementation
+    network.set_attn_implementation(NAME)
+    try:
+        return network(input_ids=token_ids[None], **options, **{NAME: record})
+    finally:
+        network.set_attn_implementation(before)
 
 
 class Teacher:
@@ -68,23 +102,19 @@ class Teacher:
 
         ConfigError for a model without full attention, NumericalError for NaN.
         """
-        network, record = self._network, _Record(rows)
+        network, record = self._network, _Mass(rows)
         cache = DynamicCache() if keep_cache else None  # no config: of all layers all tokens
         places = (rows[:, None] + torch.arange(logit_steps, device=rows.device)).flatten()
         kept, back = places.unique(return_inverse=True)
-        before = network.config._attn_implementation
-        network.set_attn_implementation(NAME)
-        try:
-            out = network(
-                input_ids=token_ids[None],
-                use_cache=keep_cache,
-                past_key_values=cache,
-                output_hidden_states=True,
-                logits_to_keep=kept if logit_steps else rows[:1],
-                **{NAME: record},
-            )
-        finally:
-            network.set_attn_implementation(before)
+        out = run_recorded(
+            network,
+            token_ids,
+            record,
+            use_cache=keep_cache,
+            past_key_values=cache,
+            output_hidden_states=True,
+            logits_to_keep=kept if logit_steps else rows[:1],
+        )
         if record.total is None:
             raise ConfigError(
                 "a retrieval head selects for layers with full attention, and this model has none"
@@ -110,7 +140,7 @@ def attention(
 
     options: as transformers passes them. Returns [1, n, Hq, Dv], as transformers expects.
     """
-    record: _Record = options[NAME]
+    record: AttentionRecord = options[NAME]
     length, sliding_window = query.shape[2], options.get("sliding_window")
     queries = query[0].unflatten(0, (key.shape[1], -1))
     size = max(1, _BLOCK // (query.shape[1] * length))
@@ -119,9 +149,8 @@ def attention(
         return attention_weights(queries[:, :, rows], key[0], rows, options)
 
     if sliding_window is None:
-        mass = torch.cat([weights(rows).mean(1) for rows in record.rows.split(size)], 1)
-        record.total = mass if record.total is None else record.total + mass
-        record.num_layers += 1
+        layer: Any = module.layer_idx
+        record.add(int(layer), queries, key[0], map(weights, record.rows.split(size)))
     plain = all(options.get(name) is None for name in ("sliding_window", "softcap", "s_aux"))
     if plain and value.shape[-1] == key.shape[-1]:  # else sdpa holds all weights at once
         out = F.scaled_dot_product_attention(

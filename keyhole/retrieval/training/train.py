@@ -15,7 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from keyhole.errors import ConfigError, NumericalError
-from keyhole.retrieval.training.distill import Distiller, StepProgress
+from keyhole.retrieval.training.distill import Distiller
+from keyhole.retrieval.training.gate_distill import GateDistiller
+from keyhole.retrieval.training.run import StepProgress, TrainingRun
 from keyhole.retrieval.training.training_config import Corpus, TrainingConfig
 
 #: The snapshot of an unfinished run, in its folder.
@@ -31,7 +33,7 @@ class TrainingOutcome:
     """The result of a run; loss, recall and window are smoothed, and None without any step.
 
     recall, window: shares of the target's attention at a budget of an eighth of the text, for the
-    head on texts that it had not learned from yet, and for the newest tokens.
+    head or gate on texts that it had not learned from yet, and for the newest tokens.
     """
 
     finished: bool
@@ -52,14 +54,15 @@ def train(
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainingOutcome:
-    """Trains until all tokens are seen or `stop()` is true, then writes the head or a snapshot.
+    """Trains until all tokens are seen or `stop()` is true, then writes the result or a snapshot.
 
-    ConfigError if the folder holds a head, or a run and `resume` is not set; NumericalError, with a
-    snapshot of the last good step, for a NaN loss or gradient.
+    ConfigError if the folder holds a head or gate, or a run and `resume` is not set;
+    NumericalError, with a snapshot of the last good step, for a NaN loss or gradient.
     """
     folder = Path(folder)
     state = _found(folder, resume)
-    distiller = Distiller(network, corpus, config)
+    kind = GateDistiller if config.objective == "gate" else Distiller
+    distiller: TrainingRun = kind(network, corpus, config)
     if state is not None:
         distiller.restore(state)
     shown: dict[str, float] = {}
@@ -88,7 +91,7 @@ def train(
                 save(folder, distiller.state())
                 saved = time.monotonic()
     if distiller.finished:
-        distiller.head.save_pretrained(folder)
+        distiller.save_pretrained(folder)
         (folder / SNAPSHOT).unlink(missing_ok=True)
     else:
         save(folder, distiller.state())
@@ -120,7 +123,9 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
     """The state to resume from, None for a new run."""
     path = folder / SNAPSHOT
     if (folder / "config.json").is_file() and not path.is_file():
-        raise ConfigError(f"{str(folder)!r} holds a finished head; choose another output folder")
+        raise ConfigError(
+            f"{str(folder)!r} holds a finished head or gate; choose another output folder"
+        )
     if not resume:
         if path.is_file():
             raise ConfigError(

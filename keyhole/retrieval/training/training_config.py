@@ -1,4 +1,4 @@
-"""The settings of a head's training, and the texts that it trains on.
+"""The settings of the training of a head or gate, and the texts that it trains on.
 
 Texts are cut to mixed lengths; each one is determined by a random generator alone.
 """
@@ -15,11 +15,19 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from keyhole.config import is_count, is_number, require, require_counts, require_layers, setting
+from keyhole.config import (
+    EngineConfig,
+    is_count,
+    is_number,
+    require,
+    require_counts,
+    require_layers,
+    setting,
+)
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.retrieval.config import INPUTS
 
-OBJECTIVES = ("attention", "selection", "eagle")
+OBJECTIVES = ("attention", "selection", "eagle", "gate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,8 @@ class TrainingConfig:
     objective: str = setting(
         "attention",
         "attention: match the target's attention; selection: preserve its predictions under the "
-        "head's selection; eagle: draft its next tokens",
+        "head's selection; eagle: draft its next tokens; gate: train the gate of SeerAttention-R "
+        "instead of a head",
     )
     start: str | None = setting(
         None,
@@ -48,16 +57,21 @@ class TrainingConfig:
     batch_tokens: int = setting(4096, "tokens of text per step")
     num_queries: int = setting(128, "sampled query tokens per text")
     learning_rate: float | None = setting(
-        None, "peak learning rate; default: 0.6 / hidden size, or 0.04 / hidden size for selection"
+        None,
+        "peak learning rate; default: 0.6 / hidden size, 0.04 / hidden size for selection, 0.001 "
+        "for a gate",
     )
     unroll_steps: int = setting(3, "eagle: number of consecutive drafted tokens")
+    block_size: int = setting(
+        EngineConfig.page_size, "gate: tokens per block, the page size that it will be used with"
+    )
     seed: int = setting(0, "seed of weights and texts")
 
     def __post_init__(self) -> None:
         for name, known in (("objective", OBJECTIVES), ("inputs", INPUTS)):
             if getattr(self, name) not in known:
                 raise UnknownNameError(name, str(getattr(self, name)), known)
-        require_counts(self, "tokens", "batch_tokens", "num_queries", "unroll_steps")
+        require_counts(self, "tokens", "batch_tokens", "num_queries", "unroll_steps", "block_size")
         require_counts(self, "seed", least=0)
         if self.objective == "selection" and self.start is None:
             raise ConfigError("--objective selection requires --start, the folder of a head")

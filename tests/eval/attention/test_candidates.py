@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from keyhole import Full, InfLLM, Quest, RaaS, SpeContext
+from keyhole import Full, InfLLM, Quest, RaaS, SeerAttentionR, SpeContext
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import Candidates
 from keyhole.policies.base import Policy
@@ -56,6 +56,7 @@ def test_class_variables_follow_from_the_policies() -> None:
     alone, three = Candidates(), Candidates(policies=(Quest(), InfLLM(), SpeContext()))
     assert (alone.wants_head, alone.reads_keys, alone.shares_pages) == (False, False, True)
     assert (three.wants_head, three.reads_keys, three.shares_pages) == (True, True, False)
+    assert (three.wants_gate, Candidates(policies=(SeerAttentionR(),)).wants_gate) == (False, True)
     assert (alone.reads_queries, three.reads_queries) == (False, True)
 
 

@@ -43,7 +43,7 @@ def test_lengths_double_from_4k_to_what_the_model_takes(
 
 
 def test_every_method_is_asked_but_recency_and_what_the_model_cannot_have(model: Model) -> None:
-    without = {"full", "sliding_window", "streaming_llm", "spe_context"}
+    without = {"full", "sliding_window", "streaming_llm", "spe_context", "seer_attention_r"}
     assert set(suite.default_policies(model).split(",")) == set(available_policies()) - without
     with_head = dataclasses.replace(model, head=Path("somewhere"))
     assert "spe_context" in suite.default_policies(with_head).split(",")

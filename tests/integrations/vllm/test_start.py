@@ -51,6 +51,7 @@ def test_a_policy_that_can_run_is_accepted(checkpoint: str) -> None:
         (QUEST | {"budget": 64}, {}, "unknown setting of quest 'budget'|budget"),
         ({"policy": "raas"}, {}, "'raas' cannot run in vLLM: it keeps data of each sequence"),
         ({"policy": "spe_context"}, {}, "selects by a retrieval head, which vLLM does not run"),
+        ({"policy": "seer_attention_r"}, {}, "by a trained gate, which is not loaded into vLLM"),
         (
             {"policy": "delta", "delta_layers": [9], "full_layers": [0]},
             {},

@@ -1,0 +1,318 @@
+"""Decoder layers of a GPU model whose decode steps take few launches.
+
+A step of one token reads every weight once, and reads those of a small model faster than it
+launches operations, of which transformers' code has 17 in a Llama layer. Here the same
+weights are read by four products together with what is computed around them
+(`kernels.norm_linears` and so on), RoPE and the write into pages are one operation, and attention
+is what it always is. Numbers are rounded as by the operations one by one, except that the result of
+a norm is not rounded.
+
+A subclass computes steps of few tokens so where that was measured to be faster on this device;
+everything else goes through transformers' own code, and so do layers that compute something else:
+a small layer of the same class is run and compared when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from keyhole import kernels
+from keyhole.kernels import reference, triton
+from keyhole.kernels.graph_capture import without_collection
+from keyhole.kernels.triton import overlap
+from keyhole.models.attention import rotate_and_attend
+from keyhole.models.batch import Batch
+from keyhole.models.fast_layers import epsilon
+
+#: Attention of a layer: from queries [T, Hq, D], keys and values [T, Hkv, D] to [T, Hq, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: Tokens of a step, rounded up, for which there are kernels (`kernels.triton.projections`).
+_TOKENS = (1, 2, 4)
+#: Layers that are timed: their weights exceed the caches of a GPU, so that they are read from
+#: memory as in a step.
+_TIMED_LAYERS = 8
+_ROUNDS, _REPLAYS = 9, 5
+#: The share of transformers' time below which fused layers are used, so that noise does not choose.
+_CLEARLY = 0.97
+#: float32 rounding of a small layer.
+_TOLERANCE = 1e-4
+#: The sizes of such a layer.
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+class FusedLayer(nn.Module):
+    """Marks the subclasses. fused_tokens: numbers of tokens, rounded up, that are computed so."""
+
+    fused_tokens: frozenset[int]
+
+
+def fuse_layers(network: nn.Module, device: torch.device) -> None:
+    """Fuses the decoder layers of a GPU model for the numbers of tokens where it is faster.
+
+    Their kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
+    and that is faster again.
+    """
+    if device.type != "cuda" or not triton.usable():
+        return
+    layers = fusible(network)
+    if layers:
+        choice = measured(layers[:_TIMED_LAYERS])
+        overlap.use(choice.overlap)
+        fuse(layers, choice.tokens)
+
+
+def fusible(network: Any) -> list[Any]:
+    """Decoder layers of a network that compute what `decoder_layer` does, with plain weights."""
+    computes: dict[type[nn.Module], bool] = {}
+    found = []
+    for layer in getattr(network.base_model, "layers", ()):
+        cls = type(layer)
+        if cls not in computes:
+            computes[cls] = is_known(cls, network.config)
+        if computes[cls] and _is_plain(layer):
+            found.append(layer)
+    return found
+
+
+def fuse(layers: Sequence[nn.Module], tokens: frozenset[int]) -> None:
+    """Makes layers compute steps of these numbers of tokens by `decoder_layer`, in place."""
+    for layer in layers if tokens else ():
+        layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
+        layer.fused_tokens = tokens  # type: ignore[assignment]
+
+
+def fused_tokens(network: nn.Module) -> list[int]:
+    """The numbers of tokens, rounded up, for which layers of a network are fused."""
+    found: set[int] = set()
+    for module in network.modules():
+        if isinstance(module, FusedLayer):
+            found |= module.fused_tokens
+    return sorted(found)
+
+
+def decoder_layer(layer: Any, x: Tensor, attend: Attend) -> Tensor:
+    """The output [T, width] of a Llama layer for the hidden states x [T, width]."""
+    of, mlp = layer.self_attn, layer.mlp
+    linears = of.q_proj, of.k_proj, of.v_proj
+    parts = kernels.norm_linears(
+        x,
+        _norm(layer.input_layernorm),
+        tuple(linear.weight for linear in linears),
+        tuple(linear.bias for linear in linears),
+    )
+    query, key, value = (part.unflatten(1, (-1, of.head_dim)) for part in parts)
+    if getattr(of, "q_norm", None) is not None:  # Qwen3
+        query, key = of.q_norm(query), of.k_norm(key)
+    out = attend(query, key, value).flatten(1)
+    x = kernels.linear_add(out, of.o_proj.weight, of.o_proj.bias, x)
+    gates = mlp.gate_proj.weight, mlp.up_proj.weight
+    inner = kernels.norm_swiglu(x, _norm(layer.post_attention_layernorm), *gates)
+    return kernels.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x)
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    found = epsilon(module)
+    assert found is not None, "a layer with another norm is not fused"
+    return module.weight, found
+
+
+@functools.cache
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    original: Any = cls.forward
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *rest: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **more: Any,
+    ) -> Any:
+        batch: Batch | None = more.get("keyhole")
+        of, rope = self.self_attn, position_embeddings
+        if batch is None or rope is None or rest or not _fits(self, hidden_states, rope, batch):
+            more["position_embeddings"] = position_embeddings
+            return original(self, hidden_states, attention_mask, *rest, **more)
+        angles = rope[0][0], rope[1][0]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return rotate_and_attend(
+                batch, int(of.layer_idx), query, key, value, angles, of.scaling
+            )
+
+        return decoder_layer(self, hidden_states[0], attend)[None]
+
+    return type(f"Fused{cls.__name__}", (FusedLayer, cls), {"forward": forward})
+
+
+def _fits(layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> bool:
+    """Whether a fused layer computes this packed row by `decoder_layer`."""
+    tokens = 1 << (hidden.shape[1] - 1).bit_length()
+    whole = (1, hidden.shape[1], layer.self_attn.head_dim)
+    return (
+        len(hidden) == 1
+        and tokens in layer.fused_tokens
+        and batch.rewrite is None
+        and rope[0].shape == whole
+        and not torch.is_grad_enabled()
+        and _is_plain(layer)
+    )
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer has plain linear layers, without adapters, and no hooks on its parts."""
+    of, mlp = layer.self_attn, layer.mlp
+    linears: tuple[Any, ...] = of.q_proj, of.k_proj, of.v_proj, of.o_proj
+    linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    plain = all(
+        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears
+    )
+    parts = (part for child in layer.children() for part in child.modules())
+    return plain and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def is_known(cls: type[nn.Module], config: Any) -> bool:
+    """Whether layers of a class compute what `decoder_layer` does; checked by running a small one.
+
+    config: the model's; another one of the same class may have other biases or activations.
+    """
+    small = copy.deepcopy(config)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, _SMALL["hidden_size"], generator=generator)
+    angles = torch.randn(3, _SMALL["head_dim"] // 2, generator=generator).repeat(1, 2)
+    rope = angles.cos(), angles.sin()
+    try:
+        for name, value in _SMALL.items():
+            setattr(small, name, value)
+        small._attn_implementation = "eager"
+        with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
+            layer: Any = cls(small, 0).float().eval()
+            if not _is_plain(layer) or layer.mlp.gate_proj.bias is not None:
+                return False
+            for parameter in layer.parameters():
+                parameter.normal_(std=0.5, generator=generator)
+            theirs = layer(x[None], position_embeddings=(rope[0][None], rope[1][None]))
+            ours = decoder_layer(layer, x, functools.partial(_attend, rope, layer))
+        return torch.allclose(ours, theirs[0], rtol=_TOLERANCE, atol=_TOLERANCE)
+    except Exception:  # noqa: BLE001 - a class with other arguments, modules or results
+        return False
+
+
+def _attend(
+    rope: tuple[Tensor, Tensor], layer: Any, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attention of every token to all of them, which "eager" computes without a mask."""
+    rows = (x.transpose(0, 1)[None] for x in (query, key))
+    query, key = reference.apply_rope(*rows, *(angles[None] for angles in rope))
+    value = value.transpose(0, 1)[None]
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=layer.self_attn.scaling, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+class Choice(NamedTuple):
+    """The numbers of tokens whose layers are fused, and whether their kernels overlap."""
+
+    tokens: frozenset[int]
+    overlap: bool
+
+
+def measured(layers: Sequence[Any]) -> Choice:
+    """What is faster for these layers than transformers' own code.
+
+    Attention, which is the same in all, is left out. Nothing where a kernel cannot be compiled.
+    """
+    try:
+        with torch.cuda.device(layers[0].self_attn.q_proj.weight.device):
+            return _measured(layers)
+    except Exception as error:  # noqa: BLE001 - another Triton: transformers' code computes
+        warnings.warn(
+            f"decode steps take more launches than they could, fused layers failed: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Choice(frozenset(), overlap=False)
+
+
+@torch.no_grad()
+def _measured(layers: Sequence[Any]) -> Choice:
+    like, width = layers[0].self_attn.q_proj.weight, layers[0].self_attn.q_proj.in_features
+    inputs = {tokens: torch.randn(tokens, width).to(like) for tokens in _TOKENS}
+    ways: dict[bool, Callable[[Tensor], Tensor]] = {False: functools.partial(_fused, layers, False)}
+    overlapped = functools.partial(_fused, layers, True)
+    if overlap.is_possible() and all(
+        torch.equal(overlapped(x), ways[False](x)) for x in inputs.values()
+    ):
+        ways[True] = overlapped
+    times = {
+        tokens: _medians([functools.partial(way, x) for way in (_stock(layers), *ways.values())])
+        for tokens, x in inputs.items()
+    }
+    best = min(range(len(ways)), key=lambda i: sum(spent[1 + i] for spent in times.values()))
+    faster = (n for n, (stock, *fused) in times.items() if fused[best] < _CLEARLY * stock)
+    return Choice(frozenset(faster), overlap=[*ways][best])
+
+
+def _stock(layers: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """Everything in these layers except attention and RoPE, by transformers' modules."""
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            of, normed = layer.self_attn, layer.input_layernorm(x)
+            query, _, _ = of.q_proj(normed), of.k_proj(normed), of.v_proj(normed)
+            x = x + of.o_proj(query)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x
+
+    return run
+
+
+def _fused(layers: Sequence[Any], overlapped: bool, x: Tensor) -> Tensor:
+    """The same by `decoder_layer`."""
+    with overlap.using(overlapped):
+        for layer in layers:
+            x = decoder_layer(layer, x, lambda query, key, value: query)
+    return x
+
+
+def _medians(works: Sequence[Callable[[], Tensor]]) -> list[float]:
+    """The median time in ms of each, interleaved, as replayed CUDA graphs."""
+    graphs = []
+    for work in works:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels and allocates the libraries' workspaces
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call what is forbidden during a capture.
+        with without_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(_ROUNDS):
+        for graph, spent in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(_REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            spent.append(start.elapsed_time(end))
+    return [statistics.median(spent) for spent in times]

@@ -1,0 +1,120 @@
+"""SeerAttention-R: a small trained gate scores blocks of keys for each KV head, and a step reads
+the best ones.
+
+Gao et al., SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, 2025 (arXiv
+2506.08889), section 2, equations 1 to 3. In every layer a linear layer pools the queries of a KV
+head's group to one gate query, another projects the pooled keys of a block (largest, smallest and
+mean numbers), and their product is the block's score. `keyhole train-head --objective gate` trains
+the gates by distillation; the model stays as it is.
+
+Cost per step and layer: three summary keys per page and two small matrix products, then
+`token_budget` keys and values.
+
+When to use it: with a trained gate in the model's folder, where each layer and step needs another
+part of a long text, and Quest's bounds, which need no training, read too much.
+
+Differences (theirs | ours | effect measured):
+- queries and keys enter the gate before RoPE, and gate queries and gate keys have a RoPE of their
+  own | rotated queries and keys enter, and the gate has no RoPE: pages hold rotated keys, and a
+  block's distance is in them; the key's projection is then applied to the query, so that pooled
+  keys are stored as they are | not measured: a policy here does not see keys before RoPE
+- blocks of 64 tokens | a block is a page: `page_size`, 16 by default; a gate is trained for one
+  size | not measured
+- gate keys of a block are written when it is complete | pooled keys follow every token | none: the
+  newest block is always read
+- a budget, or all blocks whose softmax weight is above a threshold | a budget | not measured
+- the newest block is read beside the budget where it is not among the best | it is part of the
+  budget; `sink_size` and `window_size` read more, within the budget, for comparisons on equal terms
+  | none by default
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from keyhole import kernels
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.policies import base
+from keyhole.policies.base import Policy, Selection, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Pooled keys of a page: largest, smallest, mean.
+_POOLS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeerAttentionR(Policy):
+    """The `token_budget / page_size` pages that a trained gate scores highest, per KV head."""
+
+    name: ClassVar[str] = "seer_attention_r"
+    wants_gate: ClassVar[bool] = True
+    selects_per_layer: ClassVar[bool] = True
+    capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
+    page_settings: ClassVar[tuple[str, ...] | None] = ()
+    token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    sink_size: int = setting(0, "first tokens that are always read, in whole pages")
+    window_size: int | None = setting(
+        None, "newest tokens always read, in whole pages; None: the newest page"
+    )
+    gate: str | None = setting(None, "folder of the gate; None: in the model's folder")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that the budget holds a page, and the pages that are always read."""
+        size = geometry.page_size
+        right = f"at least one page of {size} tokens"
+        require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        budget = self.token_budget // size * size
+        base.always_read(self.sink_size, self.window_size, budget, size)
+        return self
+
+    def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
+        """The pooled keys of a page."""
+        return {"pooled": (layout.num_kv_heads, _POOLS * layout.key_dim)}
+
+    def on_append(
+        self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
+    ) -> None:
+        """Pools the keys of the pages that were written."""
+        kernels.pool_keys(key_pages, data["pooled"], pages, filled)
+
+    def capture_key(self, step: Step) -> Hashable:
+        """Whether everything is read."""
+        return self._covers(step)
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The pages of highest score of each KV head, the newest page among them."""
+        if layer in self.full_layers or self._covers(step):
+            return None
+        assert step.gate is not None, "the engine loads the gate of a policy that wants one"
+        pooled = step.cache.page_data[layer]["pooled"]
+        folded = step.gate.fold(layer, query).to(pooled.dtype)
+        # The best pages by score are those by softmax of the score, whatever its scale.
+        scores = kernels.summary_scores(folded, pooled[:, None], step.page_table, step.pages)
+        if step.kept_tokens is not None:  # pages of documents whose tokens this layer dropped
+            there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
+            scores = scores.masked_fill(~there[:, None], float("-inf"))
+        size = step.page_size
+        first = base.whole_entries(self.sink_size, size)
+        last = max(1, base.whole_entries(self.window_size, size))
+        return kernels.top_k(
+            scores, step.pages, self.token_budget // size, size, first=first, last=last
+        )
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """The pooled keys of all pages in all sparse layers."""
+        if self._covers(step):
+            return None
+        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        numbers = sum(_POOLS * layout.num_kv_heads * layout.key_dim for layout in layouts)
+        return step.pages * (numbers * geometry.itemsize)
+
+    def _covers(self, step: Step) -> bool:
+        return step.max_length <= self.token_budget // step.page_size * step.page_size

@@ -1,0 +1,167 @@
+"""A training run between two steps: texts, optimizer and state, for whatever is trained.
+
+Every step is given by the seed and its number, so that a resumed run uses the same texts and
+reaches the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.config import require
+from keyhole.errors import ConfigError, NumericalError
+from keyhole.retrieval.training.training_config import Corpus, TrainingConfig
+
+#: Texts are this long and powers of two times that, up to the longest.
+_SHORT = 256
+#: Longest training text by default: longer ones cost minutes each.
+LONG = 8192
+_WARM_UP = 0.02
+#: Where the learning rate ends, as a share of its peak.
+_END = 0.02
+_LARGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """One step: mean loss of its texts, and recall at a budget of an eighth of their length.
+
+    recall is the share of the target's attention on the selection, before the text was learned
+    from; window is the same for the newest tokens.
+    """
+
+    length: int
+    loss: float
+    recall: float
+    window: float
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one text gives: the loss, the recall of the selection and of the window, its tokens."""
+
+    loss: Tensor
+    recall: float
+    window: float
+    tokens: int
+
+
+class TrainingRun(ABC):
+    """The module that is trained, and the state of the run between two steps.
+
+    config: with every None resolved.
+    """
+
+    def __init__(self, module: nn.Module, corpus: Corpus, config: TrainingConfig) -> None:
+        self.module, self.config, self._corpus = module, config, corpus
+        self.step = self.tokens = 0
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.learning_rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    @abstractmethod
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes what was trained. ConfigError if it cannot be written."""
+
+    @abstractmethod
+    def _lesson(self, rng: Random, length: int) -> Lesson:
+        """One text of at most `length` tokens."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all tokens were seen."""
+        return self.tokens >= self.config.tokens
+
+    def train_step(self) -> StepProgress:
+        """Learns from several texts of one length.
+
+        NumericalError, with the weights unchanged, if the loss or a gradient is NaN.
+        """
+        config = self.config
+        rng = Random(f"head/{config.seed}/{self.step}")
+        length = rng.choice(_lengths(config.length or LONG))
+        count = max(1, config.batch_tokens // length)
+        lessons = []
+        for _ in range(count):
+            lesson = self._lesson(rng, length)
+            (lesson.loss / count).backward()
+            lessons.append(dataclasses.replace(lesson, loss=lesson.loss.detach()))
+        losses = [float(lesson.loss) for lesson in lessons]
+        norm = nn.utils.clip_grad_norm_(self._parameters, _LARGEST_GRADIENT)
+        if not math.isfinite(sum(losses)) or not norm.isfinite():
+            self.optimizer.zero_grad()
+            raise NumericalError(
+                f"the loss of step {self.step} is {losses[-1]} and its gradient {float(norm)}; a "
+                "lower learning_rate may help"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = (config.learning_rate or 0.0) * rate(self.tokens / config.tokens)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.tokens += sum(lesson.tokens for lesson in lessons)
+        shares = [(lesson.recall, lesson.window) for lesson in lessons]
+        recall, window = (sum(x) / count for x in zip(*shares, strict=True))
+        return StepProgress(length, sum(losses) / count, recall, window)
+
+    def state(self) -> dict[str, Any]:
+        """All state that the next step depends on, in plain types and tensors."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "weights": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "data": {"name": self._corpus.name, "digest": self._corpus.digest},
+            "step": self.step,
+            "tokens": self.tokens,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resumes from a state with the same config, texts and target; ConfigError if they
+        differ.
+        """
+        for name, value in dataclasses.asdict(self.config).items():
+            old = state["config"].get(name)
+            old = tuple(old) if isinstance(old, list) else old
+            require(old == value, name, value, f"{old!r}, as in the run that is to be resumed")
+        old, corpus = state["data"], self._corpus
+        if old["digest"] != corpus.digest:
+            raise ConfigError(
+                f"the run that is to be resumed was made with {old['name']} (sha256 "
+                f"{old['digest'][:12]}), and {corpus.name} (sha256 {corpus.digest[:12]}) has "
+                "different "
+                "texts"
+            )
+        try:
+            self.module.load_state_dict(state["weights"])
+        except RuntimeError as error:
+            raise ConfigError(
+                "the run that is to be resumed was made for a model of another shape"
+            ) from error
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens = state["step"], state["tokens"]
+
+
+def rate(done: float) -> float:
+    """Factor on the learning rate after a share of the training: warm-up, then a cosine."""
+    fall = max(0.0, min(1.0, (done - _WARM_UP) / (1 - _WARM_UP)))
+    cosine = _END + (1 - _END) * (1 + math.cos(math.pi * fall)) / 2
+    return cosine * min(1.0, (done + 1e-3) / _WARM_UP)
+
+
+def _lengths(longest: int) -> list[int]:
+    """256, 512, ... and the longest itself, each equally likely."""
+    lengths = []
+    while longest >= _SHORT:
+        lengths.append(longest)
+        longest //= 2
+    return lengths or [longest]

@@ -1,0 +1,100 @@
+"""The products of a decoder layer, and RoPE into pages, equal to their formulas in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole import kernels
+from tests import oracle
+from tests.effort import examples
+from tests.kernels.paged import DTYPES
+from tests.oracle import Array, float64
+
+#: Roundings of intermediate results, relative to the largest number.
+ROUNDINGS = 8
+
+
+def close(found: torch.Tensor, wanted: Array) -> None:
+    assert tuple(found.shape) == wanted.shape
+    rounding = ROUNDINGS * max(torch.finfo(found.dtype).eps, 1e-7)
+    assert np.abs(float64(found) - wanted).max() <= rounding * max(1.0, np.abs(wanted).max())
+
+
+@given(
+    tokens=st.integers(1, 9),
+    width=st.integers(1, 70),
+    rows=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    biased=st.booleans(),
+    epsilon=st.sampled_from((1e-6, 0.1)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+@examples(100)
+def test_products_of_a_layer(
+    tokens: int,
+    width: int,
+    rows: list[int],
+    biased: bool,
+    epsilon: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    x, norm = draw(tokens, width), draw(width)
+    weights = tuple(draw(n, width) / width**0.5 for n in rows)
+    biases = tuple(draw(n) if biased else None for n in rows)
+    normed = oracle.rms_normed(float64(x), float64(norm), epsilon)
+    exact = [normed @ float64(weight).T for weight in weights]
+    added = [0.0 if bias is None else float64(bias) for bias in biases]
+    found = kernels.norm_linears(x, (norm, epsilon), weights, biases)
+    for out, product, bias in zip(found, exact, added, strict=True):
+        close(out, product + bias)
+
+    other = draw(rows[0], width) / width**0.5
+    wanted = oracle.swiglu(exact[0], normed @ float64(other).T)
+    close(kernels.norm_swiglu(x, (norm, epsilon), weights[0], other), wanted)
+
+    residual = draw(tokens, rows[0])
+    wanted = float64(residual) + float64(x) @ float64(weights[0]).T + added[0]
+    close(kernels.linear_add(x, weights[0], biases[0], residual), wanted)
+
+
+@given(
+    heads=st.sampled_from(((4, 2), (3, 1), (7, 7))),
+    dim=st.sampled_from((2, 8, 20)),
+    size=st.sampled_from((1, 4, 16)),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+@examples(60)
+def test_rope_into_pages(
+    heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    pages, (num_heads, num_kv_heads) = 5, heads
+    slots = data.draw(st.lists(st.integers(0, pages * size - 1), unique=True, max_size=6))
+    random = torch.Generator().manual_seed(len(slots))
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    drawn = torch.randn(len(slots), sum(counts), dim, generator=random).to(dtype)
+    query, key, value = drawn.split(counts, 1)
+    cos, sin = torch.randn(2, len(slots), dim // 2, generator=random).repeat(1, 1, 2).to(dtype)
+    stored = [
+        torch.full((pages, num_kv_heads, size, dim), torch.nan, dtype=dtype) for _ in range(2)
+    ]
+    places = torch.tensor(slots).long()
+    found = kernels.apply_rope_and_append(*stored, query, key, value, cos, sin, places)
+    for ours, given_heads in zip(found, (query, key), strict=True):
+        if slots:
+            close(ours, oracle.rotated(float64(given_heads), float64(cos), float64(sin)))
+    for token, slot in enumerate(slots):
+        place = slot // size, slice(None), slot % size
+        assert torch.equal(stored[0][place], found[1][token])
+        assert torch.equal(stored[1][place], value[token])
+    written = ~stored[0].isnan().all(-1)
+    assert int(written.sum()) == num_kv_heads * len(slots)
