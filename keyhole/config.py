@@ -349,6 +349,10 @@ class EngineConfig:
     prefix_store_bytes: int | None = setting(
         None, "the most that they may take there; None: no limit"
     )
+    hot_document_bytes: int | None = setting(
+        None,
+        "bytes beside memory, on the model's device, for stored documents read last; None: none",
+    )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
         None, "instead of memory: bytes for weights, KV cache and working memory of a step"
@@ -404,7 +408,13 @@ class EngineConfig:
                 f"prefix_store {self.prefix_store!r} cannot be used with draft {self.draft!r}: the "
                 "keys and values of the draft are not stored; leave one of them out"
             )
-        for name in ("memory", "total_memory", "max_length", "prefix_store_bytes"):
+        for name in (
+            "memory",
+            "total_memory",
+            "max_length",
+            "prefix_store_bytes",
+            "hot_document_bytes",
+        ):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
         share = self.max_prefill_share

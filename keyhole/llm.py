@@ -121,6 +121,8 @@ class LLM:
         documents_limit: Most bytes that they may take there, as a number or text.
         documents_check: When stored keys and values are compared with checksums: "open" only what
             is read when a document is opened, "read" everything that is read later, too.
+        hot_document_bytes: Most bytes, as a number or text, that keys and values of stored
+            documents which were read last take on the model's device, beside `memory`; None: none.
 
     Raises:
         ModelError: The model is missing, damaged or not supported.
@@ -156,6 +158,7 @@ class LLM:
         documents: str | Path | None = None,
         documents_limit: int | str | None = None,
         documents_check: str = "open",
+        hot_document_bytes: int | str | None = None,
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
@@ -179,6 +182,7 @@ class LLM:
             draft=draft,
             num_draft_tokens=num_draft_tokens,
             kv_dtype=kv_dtype,
+            hot_document_bytes=_bytes(hot_document_bytes, "hot_document_bytes"),
         )
         chosen = make_policy(policy)
         loaded = load_exact(model, tokenizer, device, dtype, weights, adapters)
@@ -457,9 +461,8 @@ class LLM:
         return [result_of(sequence) for sequence in sequences]
 
     def _stream(self, sequence: Sequence) -> Iterator[Piece]:
-        given = 0
+        given, done = 0, False
         try:
-            done = False
             while not done:
                 with self.engine.lock:
                     # A step of another stream may have brought something.

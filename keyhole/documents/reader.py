@@ -188,6 +188,12 @@ class StoredDocument:
         return self._reader.is_local
 
     @property
+    def identity(self) -> str | None:
+        """Of the record: another one has other content; None if that is not known."""
+        own = self._reader.identity
+        return None if own is None else f"{own}-{self.info.digest}"
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read of the record so far, header and statistics included."""
         return self._reader.bytes_read

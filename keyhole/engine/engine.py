@@ -132,7 +132,7 @@ class Engine:
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill)
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill, config)
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
@@ -298,7 +298,7 @@ class Engine:
         made = self._document_prefills.get(under)
         if made is None:
             shared = (self.config.prefill_chunk, self.pace, self.head_runner, self.prefix)
-            made = DocumentPrefill(self.model, self.cache, under.policy, *shared)
+            made = DocumentPrefill(self.model, self.cache, under.policy, *shared, self.filler.hot)
             if under in self._runners:
                 self._document_prefills[under] = made
         return made

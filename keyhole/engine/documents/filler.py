@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from keyhole.config import EngineConfig
 from keyhole.engine.documents.filling import OutOfPages, Pace
+from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
@@ -15,7 +17,8 @@ from keyhole.errors import CapacityError, KeyholeError, is_out_of_memory
 class DocumentFiller:
     """Fills documents in the remaining time of an engine's steps.
 
-    document_prefill: the `DocumentPrefill` of a policy.
+    document_prefill: the `DocumentPrefill` of a policy. hot: the blocks of documents that all of
+    these share.
     """
 
     def __init__(
@@ -23,7 +26,9 @@ class DocumentFiller:
         scheduler: Scheduler,
         pace: Pace,
         document_prefill: Callable[[RequestPolicy], DocumentPrefill],
+        config: EngineConfig,
     ) -> None:
+        self.hot = HotBlocks(config.hot_document_bytes or 0)
         self._scheduler = scheduler
         self._pace = pace
         self._document_prefill = document_prefill

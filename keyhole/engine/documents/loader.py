@@ -24,6 +24,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
+from keyhole.engine.documents.hot_blocks import HotBlocks, Rows
 from keyhole.engine.documents.pinned_ring import PinnedRing
 from keyhole.engine.documents.placed import placed
 from keyhole.engine.head_runner import HeadRunner
@@ -31,9 +32,6 @@ from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse.base import PlacedDocument
-
-#: Keys and values of some tokens of a layer, on the CPU.
-_Rows = tuple[Tensor, Tensor | None]
 
 #: Tokens between two runs that are read along with them: one more read costs about as much.
 _GAP = 16
@@ -44,17 +42,23 @@ _PIECE = 1024
 class Loader:
     """The documents of one prompt.
 
-    ring: copies rows to the model's device. present: bool [L, T], whose keys and values are in the
-    pages already.
+    ring: copies rows to the model's device. hot_blocks: rows that are there already. present: bool
+    [L, T], whose keys and values are in the pages already.
     """
 
     def __init__(
-        self, context: Context, cache: PageCache, rope_shift: RopeShift, ring: PinnedRing
+        self,
+        context: Context,
+        cache: PageCache,
+        rope_shift: RopeShift,
+        ring: PinnedRing,
+        hot_blocks: HotBlocks,
     ) -> None:
         self._context = context
         self._cache = cache
         self._rope_shift = rope_shift
         self._ring, self._device = ring, ring.device
+        self._hot_blocks = hot_blocks
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -86,7 +90,7 @@ class Loader:
 
     def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
         """wanted: the tokens, ascending; short runs of them share a piece."""
-        parts: list[_Rows] = []
+        parts: list[Rows] = []
         done = count = 0
         for part in self._parts(layer, wanted):
             parts.append(part)
@@ -99,7 +103,7 @@ class Loader:
             self._put(layer, wanted[done:], parts, pages)
             yield
 
-    def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[_Rows], pages: PageList) -> None:
+    def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[Rows], pages: PageList) -> None:
         key = self._ring.send([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
@@ -112,16 +116,54 @@ class Loader:
         values = None if value is None else self._cache.values[layer]
         kernels.append(self._cache.keys[layer], values, key, value, slots)
 
-    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
+    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
         """The stored rows of the wanted tokens, document by document."""
         edges = np.searchsorted(wanted, self._starts)
         for i, document in enumerate(self._context.documents):
             own = wanted[edges[i] : edges[i + 1]] - self._starts[i]
+            if document.identity is not None and self._hot_blocks.limit_bytes:
+                yield from self._cached_rows(document, document.identity, layer, own)
+                continue
             for run in np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1):
                 if len(run):
                     yield from self._rows(document, layer, run)
 
-    def _rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Iterator[_Rows]:
+    def _cached_rows(
+        self, document: StoredDocument, identity: str, layer: int, wanted: np.ndarray
+    ) -> Iterator[Rows]:
+        """Rows of some tokens, ascending, on the device; their blocks are kept there."""
+        size = document.block_size
+        for begin in range(0, len(wanted), _PIECE):
+            part = wanted[begin : begin + _PIECE]
+            numbers = np.unique(part // size)
+            found = {n: self._hot_blocks.get((identity, layer, n)) for n in numbers.tolist()}
+            missing = np.array([n for n in found if found[n] is None], np.int64)
+            for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+                for n, rows in zip(run.tolist(), self._blocks(document, layer, run), strict=True):
+                    found[n] = rows
+                    self._hot_blocks.put((identity, layer, n), rows)
+            blocks = [rows for rows in found.values() if rows is not None]
+            # All blocks but the document's last one are whole.
+            place = np.searchsorted(numbers, part // size) * size + part % size
+            places = torch.from_numpy(place).to(self._device)
+            key = torch.cat([keys for keys, _ in blocks])[places]
+            values = [value for _, value in blocks if value is not None]
+            yield key, torch.cat(values)[places] if values else None
+
+    def _blocks(self, document: StoredDocument, layer: int, run: np.ndarray) -> Iterator[Rows]:
+        """Blocks that follow each other, each in memory of its own on the device."""
+        if not len(run):
+            return
+        size = document.block_size
+        first, last = int(run[0]) * size, min((int(run[-1]) + 1) * size, document.length)
+        keys, values = document.rows(layer, first, last)
+        key = self._ring.send([keys])
+        value = None if values is None else self._ring.send([values])
+        for start in range(0, last - first, size):
+            own = slice(start, start + size)
+            yield key[own].clone(), None if value is None else value[own].clone()
+
+    def _rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
         """Rows of some tokens, ascending, from the first to the last.
 
         A local record is read piece by piece, one that is far away at once.

@@ -24,12 +24,16 @@ class PinnedRing:
         self._buffers = cycle([PinnedBuffer() for _ in range(_BUFFERS)])
 
     def send(self, parts: Sequence[Tensor]) -> Tensor:
-        """The rows of these tensors on the CPU, joined, on the device: [n, ...], a copy.
+        """The rows of these tensors, joined, on the device: [n, ...], a copy.
+
+        Parts are on the CPU, or on the device already.
 
         On a GPU they arrive in the order of the current stream.
         """
         if self.device.type != "cuda":
             return torch.cat([*parts]).to(self.device)
+        if any(part.is_cuda for part in parts):
+            return torch.cat([part if part.is_cuda else self.send([part]) for part in parts])
         buffer = next(self._buffers)
         found = buffer.fill(parts).to(self.device, non_blocking=True)
         buffer.copied = torch.cuda.Event()

@@ -37,6 +37,7 @@ from keyhole.engine.documents.filling import (
     Reused,
     Units,
 )
+from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.documents.pinned_ring import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
@@ -59,7 +60,7 @@ class DocumentPrefill:
     """Prepares prompts of stored documents for one engine.
 
     chunk: the most tokens of a forward pass; `pace` may allow fewer. prefix: the prefix cache,
-    whose pages are evicted when pages are needed.
+    whose pages are evicted when pages are needed. hot_blocks: of documents that were read last.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class DocumentPrefill:
         pace: Pace,
         head_runner: HeadRunner | None = None,
         prefix: PrefixIndex | None = None,
+        hot_blocks: HotBlocks | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -81,6 +83,7 @@ class DocumentPrefill:
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
         self._ring = PinnedRing(model.device)
+        self._hot_blocks = hot_blocks or HotBlocks(0)
         # Data of a page may depend on more than what fills it.
         self.filled = FilledPages(cache) if policy.shares_pages else None
 
@@ -193,7 +196,7 @@ class DocumentPrefill:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._rope_shift, self._ring)
+        return Loader(context, self._cache, self._rope_shift, self._ring, self._hot_blocks)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None without a head."""

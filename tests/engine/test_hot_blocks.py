@@ -1,0 +1,92 @@
+"""Stored blocks that were read last are not read again, and change no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole import LLM
+from keyhole.documents import storage as storage_module
+from keyhole.engine.documents.hot_blocks import HotBlocks
+from tests.checkpoints import make_model
+from tests.engine.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
+
+NAMES = ["a", "c", "b", "tiny", "a", "short"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("llama")
+    model, store = make_model("llama", folder, **WIDE), folder / "store"
+    for name, ids in TEXTS.items():
+        LLM(model, device="cpu", documents=store).documents.add(
+            name, {"prompt_token_ids": ids}, block_size=BLOCK
+        )
+    return Path(model), store
+
+
+def engine(places: tuple[Path, Path], most: int | None) -> LLM:
+    model, store = places
+    return LLM(
+        model,
+        device="cpu",
+        page_size=4,
+        prefill_chunk=37,
+        documents=store,
+        hot_document_bytes=most,
+    )
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as settled as soon as they are written."""
+    monkeypatch.setattr(storage_module, "_SETTLED_NS", -(10**18))
+
+
+@pytest.mark.parametrize(
+    "case", ["reuse", "epic", "cacheblend", "multi_infllm", "sam_kv", "fusion"]
+)
+@pytest.mark.parametrize("most", [1 << 20, 3000])
+def test_answers_are_bitwise_those_without_a_cache(
+    places: tuple[Path, Path], case: str, most: int
+) -> None:
+    method, settings, _ = CASES[case]
+    settings = {"block_size": BLOCK, **settings} if method == "sam_kv" else settings
+    plain, cached = engine(places, None), engine(places, most)
+    for seed in (1, 2, 1):
+        question = tokens(9, seed)
+        wanted = ask(plain, NAMES, question, method, settings)
+        found = ask(cached, NAMES, question, method, settings)
+        assert found.tokens == wanted.tokens
+        for one, other in zip(found.logits, wanted.logits, strict=True):
+            assert torch.equal(one, other)
+        assert cached.engine.filler.hot.num_bytes <= most
+    read = found.stats().store_bytes_read
+    assert read is not None
+    assert read == 0 if most > 3000 else read > 0
+
+
+def test_a_replaced_document_is_read_again(places: tuple[Path, Path]) -> None:
+    llm = engine(places, 1 << 20)
+    llm.documents.add("new", {"prompt_token_ids": tokens(40, 5)}, block_size=BLOCK)
+    before = ask(llm, ["new"], tokens(9, 1), "reuse", {})
+    llm.documents.add("new", {"prompt_token_ids": tokens(40, 6)}, block_size=BLOCK, overwrite=True)
+    after = ask(llm, ["new"], tokens(9, 1), "reuse", {})
+    wanted = ask(engine(places, None), ["new"], tokens(9, 1), "reuse", {})
+    assert torch.equal(after.logits[0], wanted.logits[0])
+    assert not torch.equal(after.logits[0], before.logits[0])
+
+
+def test_the_least_recently_used_blocks_are_dropped() -> None:
+    cache, rows = HotBlocks(100), (torch.zeros(40, dtype=torch.uint8), None)
+    cache.put(("x", 0, 0), rows)
+    cache.put(("x", 0, 1), rows)
+    assert cache.get(("x", 0, 0)) is rows
+    cache.put(("x", 0, 2), rows)
+    assert cache.get(("x", 0, 1)) is None
+    assert cache.get(("x", 0, 0)) is cache.get(("x", 0, 2)) is rows
+    assert cache.num_bytes == 80
+    cache.put(("x", 0, 3), (torch.zeros(101, dtype=torch.uint8), None))  # above the limit
+    assert cache.num_bytes == 0
