@@ -1,7 +1,6 @@
-"""Sequences that lack some of their tokens: page lists with gaps, and each layer's kept tokens.
+"""Sequences that lack some of their tokens: what each layer keeps, and what eviction retains.
 
-A page list has gaps where pages were evicted, or where no layer keeps a token of the page. Each
-layer may drop other tokens of a prompt with stored documents; a table records those it kept.
+Each layer may drop other tokens of a prompt with stored documents; a table records those it kept.
 
 A dropped token is a slot in a page that the layer does not read, and pages that no layer reads are
 not allocated, so that the rest of the engine is unaffected. Where the policy allows it, a layer's
@@ -13,164 +12,15 @@ documents, at their positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.huge_pages import HUGE_BYTES, is_lazy
 from keyhole.cache.packing import Packing
-from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
-
-#: Free pages that a prompt of documents leaves for the next tokens of other requests.
-_LEFT = 64
-#: Marks a missing page in a sequence's list of pages.
-NO_PAGE = -1
-
-
-class PageList:
-    """Pages of one sequence by position, allocated on demand."""
-
-    def __init__(self, cache: PageCache, length: int) -> None:
-        self._cache = cache
-        self._size = cache.page_size
-        self._pages = np.full(-(-length // self._size), NO_PAGE, np.int64)
-        self._fresh: list[int] = []
-        self._spare: list[int] = []
-
-    def need(self, positions: np.ndarray) -> bool:
-        """Allocates pages for these positions; returns False, with nothing changed, without space.
-
-        `clear` comes next: new pages hold what their former owner left there.
-        """
-        wanted = self._missing(positions)
-        fresh = self._cache.allocate(len(wanted), leave=_LEFT)
-        if fresh is None:
-            return False
-        self._pages[wanted] = fresh
-        self._fresh = fresh
-        return True
-
-    def num_missing(self, positions: np.ndarray) -> int:
-        """How many pages `need` would allocate for these positions."""
-        return len(self._missing(positions))
-
-    def clear(self) -> Iterator[None]:
-        """Prepares the pages of the last `need`, a part of a layer at each step of the iteration.
-
-        Zeroes them, so that summaries of a page see nothing of its former owner. Without summaries
-        it writes one number of each page where the system provides memory at the first write, which
-        can take as long as half a step: a part is one huge page.
-        """
-        fresh, self._fresh = self._fresh, []
-        summaries = any(self._cache.data)
-        for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
-            if not summaries and not is_lazy(keys):
-                continue
-            size = max(1, HUGE_BYTES // (keys.stride(0) * keys.itemsize))
-            for start in range(0, len(fresh), size):
-                index = torch.tensor(fresh[start : start + size], device=keys.device)
-                if summaries:
-                    keys[index] = 0
-                    values[index] = 0
-                else:
-                    keys[index, 0, 0, 0] = 0
-                yield
-
-    def _missing(self, positions: np.ndarray) -> np.ndarray:
-        """The entries without a page, of those that these positions need."""
-        wanted = np.unique(positions // self._size)
-        missing: np.ndarray = wanted[self._pages[wanted] == NO_PAGE]
-        return missing
-
-    def keep(self, positions: np.ndarray) -> None:
-        """Frees all pages except those of these positions."""
-        wanted = np.zeros(len(self._pages), bool)
-        wanted[np.unique(positions // self._size)] = True
-        gone = self._pages[~wanted & (self._pages != NO_PAGE)]
-        self._pages[~wanted] = NO_PAGE
-        self._cache.release(gone.tolist())
-
-    def adopt(self, entries: Sequence[int], end: int) -> bool:
-        """Replaces all pages by those of another sequence with the same tokens before `end`.
-
-        entries: its page list up to `end`, gaps included. Full pages are shared, the last one is
-        copied if `end` is within it: what is behind becomes zeros. Returns False without space for
-        the copy.
-        """
-        self.release()
-        full, rest = divmod(end, self._size)
-        fresh = self._cache.allocate(1 if rest else 0)
-        if fresh is None:
-            return False
-        self._cache.share(page for page in entries[:full] if page != NO_PAGE)
-        self._pages[:full] = entries[:full]
-        if rest:
-            self._pages[full] = fresh[0]
-            self._cache.copy(entries[full:], fresh)
-            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
-                keys[fresh[0], :, rest:] = 0
-                values[fresh[0], :, rest:] = 0
-        return True
-
-    def move(self, positions: np.ndarray) -> bool:
-        """Makes the pages those of these positions; returns False, with nothing changed, without
-        space.
-
-        Pages of other positions serve those that have none; the rest stays until `settle`, so that
-        the caller can copy what it needs from pages by their former table.
-        """
-        wanted = np.unique(positions // self._size)
-        others = np.setdiff1d(np.flatnonzero(self._pages != NO_PAGE), wanted)
-        missing = wanted[self._pages[wanted] == NO_PAGE]
-        pages = self._pages[others].tolist()
-        fresh = self._cache.allocate(max(0, len(missing) - len(pages)))
-        if fresh is None:
-            return False
-        pages += fresh
-        self._pages[others] = NO_PAGE
-        self._pages[missing] = pages[: len(missing)]
-        self._spare = pages[len(missing) :]
-        return True
-
-    def settle(self) -> None:
-        """Frees the pages that `move` left without a position."""
-        self._cache.release(self._spare)
-        self._spare = []
-
-    def release(self) -> None:
-        """Frees all pages."""
-        self.settle()
-        self.keep(np.zeros(0, np.int64))
-
-    def slots(self, positions: np.ndarray) -> np.ndarray:
-        """Where the tokens at these positions are, int64: page * page_size + place."""
-        pages = self._pages[positions // self._size]
-        assert (pages != NO_PAGE).all(), "a page is missing"
-        slots: np.ndarray = pages * self._size + positions % self._size
-        return slots
-
-    def table(self) -> np.ndarray:
-        """Physical pages by position, int64; a gap is page 0, which is never read."""
-        return np.maximum(self._pages, 0)
-
-    def present(self) -> np.ndarray:
-        """The allocated physical pages, int64."""
-        return np.concatenate([self.listed_pages(), np.asarray(self._spare, np.int64)])
-
-    def listed_pages(self) -> np.ndarray:
-        """The physical pages that have a position, int64."""
-        pages: np.ndarray = self._pages[self._pages != NO_PAGE]
-        return pages
-
-    def listed(self, length: int) -> list[int]:
-        """The entries of the first `length` tokens, gaps included, as a sequence's list."""
-        count = -(-length // self._size)
-        assert (self._pages[count:] == NO_PAGE).all(), "a page would be lost"
-        return [int(page) for page in self._pages[:count]]
 
 
 @dataclass(frozen=True)
@@ -203,8 +53,9 @@ class RetainedPages:
 class KeptTokenTable:
     """The kept tokens of every layer, a row per slot of the engine.
 
-    A slot without an entry has all tokens. The last row of layers is the union over all layers.
-    shares: whether layers read what another layer selected.
+    A slot without an entry has all tokens. The last row of layers is the union over all layers, at
+    positions.
+    shares: whether layers read a selection that is made once for several.
     """
 
     def __init__(
@@ -219,15 +70,27 @@ class KeptTokenTable:
         self._tokens = torch.zeros(rows, num_slots, 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, num_slots, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # Slots of the retrieval head's keys of tokens without a page; -1: with one.
+        self._unpaged = torch.full((num_slots, 0), -1, dtype=torch.int32, device=device)
         self._dropped = [0] * num_slots  # the fewest tokens that any layer dropped
         self._lost = [0] * num_slots  # tokens that all layers dropped
 
-    def set(self, slot: int, kept: Tensor, packing: Packing | None = None) -> None:
+    def set(
+        self,
+        slot: int,
+        kept: Tensor,
+        packing: Packing | None = None,
+        unpaged: Tensor | None = None,
+    ) -> None:
         """Slot `slot` has the first tokens in kept, bool [L, C], and all tokens after them.
 
-        packing: where they are; None: at their positions.
+        packing: where they are; None: at their positions. unpaged: `UnpagedTokens.table`.
         """
         length = kept.shape[1]
+        if unpaged is not None:
+            self._unpaged = _widened(self._unpaged, length, -1)
+            self._unpaged[slot] = -1  # a longer prompt may have stood there
+            self._unpaged[slot, :length] = unpaged.to(self._unpaged.device)
         if self._shares:
             own = torch.arange(length, dtype=torch.int32).where(kept, -1)
             places = own if packing is None else packing.places
@@ -238,7 +101,8 @@ class KeptTokenTable:
             self._positions[:, slot, :length] = positions.to(self._positions.device)
         self._kept = _widened(self._kept, length)
         self._tokens = _widened(self._tokens, length)
-        kept = torch.cat([kept, kept.any(0, keepdim=True)]).to(self._kept.device)
+        anywhere = (kept if packing is None else packing.places >= 0).any(0, keepdim=True)
+        kept = torch.cat([kept, anywhere]).to(self._kept.device)
         self._kept[:, slot, :length] = kept
         # Kept tokens first, in order; what follows them is never read.
         order = kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
@@ -253,6 +117,7 @@ class KeptTokenTable:
         """Slot `slot` has all tokens."""
         self._counts[:, slot] = 0
         self._ends[slot] = 0
+        self._unpaged[slot] = -1
         self._dropped[slot] = self._lost[slot] = 0
 
     def rows(
@@ -268,6 +133,7 @@ class KeptTokenTable:
             ends=self._ends[index],
             places=self._places[:, index] if self._shares else None,
             positions=self._positions[:, index] if self._shares else None,
+            unpaged=self._unpaged[index] if self._unpaged.shape[1] else None,
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             most=max(n - self._dropped[slot] for slot, n in both),
             most_anywhere=max(n - self._lost[slot] for slot, n in both),
@@ -275,7 +141,11 @@ class KeptTokenTable:
 
 
 class KeptTokenRows:
-    """The tokens that the sequences of one step have, [L, B, ...]; makes selections from them."""
+    """The tokens that the sequences of one step have, [L, B, ...]; makes selections from them.
+
+    unpaged: int32 [B, C], slots of tokens in `UnpagedKeys`, -1 for others; None if no prompt has
+    such tokens.
+    """
 
     def __init__(
         self,
@@ -286,10 +156,12 @@ class KeptTokenRows:
         ends: Tensor,
         places: Tensor | None,
         positions: Tensor | None,
+        unpaged: Tensor | None,
         lengths: Tensor,
         most: int,
         most_anywhere: int,
     ) -> None:
+        self.unpaged = unpaged
         self._kept = kept
         self._tokens = tokens
         self._counts = counts
@@ -303,7 +175,7 @@ class KeptTokenRows:
         self._found: dict[tuple[int, Selection], Selection] = {}
 
     def anywhere(self) -> Selection:
-        """All tokens that any layer has; unit 1."""
+        """The positions of all tokens that any layer has; unit 1."""
         return self.selection(-1)
 
     def selection(self, layer: int, window: int | None = None) -> Selection:
@@ -393,6 +265,6 @@ def _packed(indices: Tensor, wanted: Tensor) -> Selection:
     return Selection(packed.int(), counts, 1)
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
+def _widened(tensor: Tensor, width: int, value: int = 0) -> Tensor:
     short = width - tensor.shape[-1]
-    return tensor if short <= 0 else torch.nn.functional.pad(tensor, (0, short))
+    return tensor if short <= 0 else torch.nn.functional.pad(tensor, (0, short), value=value)

@@ -17,13 +17,18 @@ the window is longer than what these keep.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole import kernels
 from keyhole.cache.layout import Geometry
+from keyhole.cache.page_list import PageList
+from keyhole.cache.pages import PageCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,7 @@ class Packing:
             positions[layer, places[layer]] = tokens
         return cls(places, positions)
 
-    @property
+    @functools.cached_property
     def places(self) -> Tensor:
         """The place of each position: int32 [L, C]; -1 where the layer has no such token."""
         found = torch.full(self.positions.shape, -1, dtype=torch.int32)
@@ -79,3 +84,37 @@ class Packing:
         positions, places = self.moves(layer)
         found[:, positions] = tokens[:, places]
         return found
+
+
+def move_tokens(
+    cache: PageCache,
+    pages: PageList,
+    before: Tensor,
+    old: Packing | None,
+    new: Packing,
+    there: Tensor,
+) -> Iterator[None]:
+    """Moves each layer's tokens where `new` has them, one layer at each step of the iteration.
+
+    pages: has a page for every place (`PageList.move`). before: the page table by which tokens are
+    found, int64 [M]. old: their former places; None: their positions. there: bool [L, C], by
+    position, the tokens to move.
+    """
+    device = before.device
+    cleared = torch.from_numpy(pages.listed_pages()).to(device) if any(cache.data) else None
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        positions, places = new.moves(layer)
+        has = there[layer].numpy()[positions]
+        former, places = positions[has], places[has]
+        if old is not None:
+            former = old.places[layer].numpy()[former]
+        tokens = torch.from_numpy(former.astype(np.int64)).to(device)
+        shared = cache.geometry.layers[layer].shared_values
+        key = kernels.gather_rows(keys, before, tokens)
+        value = None if shared else kernels.gather_rows(values, before, tokens)
+        if cleared is not None:  # summaries see nothing of former tokens
+            keys[cleared] = 0
+            values[cleared] = 0
+        slots = torch.from_numpy(pages.slots(places)).to(device)
+        kernels.append(keys, None if shared else values, key, value, slots)
+        yield

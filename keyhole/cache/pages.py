@@ -56,6 +56,7 @@ class PageCache:
     common: side data that belongs to no layer, in the same form.
     peak_pages: the most pages that were in use at once.
     released: how many references to pages have been released so far.
+    reserved: pages of its limit whose memory something else takes.
     moves: how often tensors have been replaced, by a resize or a change of tier.
     empty: a tensor without numbers, of the model's dtype and the resident layers' device.
     empty_rows: the same, of the dtype in which keys and values are stored.
@@ -78,6 +79,7 @@ class PageCache:
         self.peak_pages = 0
         self.released = 0
         self.moves = 0
+        self.reserved = 0
         self.room: Room | None = None
         self._device = device
         self._shapes = page_data or [{} for _ in geometry.layers]
@@ -119,7 +121,9 @@ class PageCache:
     @property
     def at_hand(self) -> int:
         """Pages that can be allocated with every layer on its current tier."""
-        most = self._most if self.room is None else min(self._most, self.room.pages)
+        most = self._most
+        if self.room is not None:
+            most = min(most, self.room.pages - self.reserved)
         return len(self._free) + max(0, most - self.capacity)
 
     @property
@@ -271,6 +275,17 @@ class PageCache:
                 self.max_pages -= 1
         return self._aside
 
+    def reserve(self, count: int) -> bool:
+        """Takes `count` pages, instead of those taken before, from the limit.
+
+        For memory that grows beside the pages. Returns False, with nothing changed, if sequences
+        need them.
+        """
+        if count - self.reserved > self.available:
+            return False
+        self.reserved = count
+        return True
+
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each page."""
         for page in pages:
@@ -371,7 +386,7 @@ class PageCache:
     @property
     def _most(self) -> int:
         """The most pages that the tensors may hold."""
-        return self.max_pages + (self._aside is not None)
+        return self.max_pages + (self._aside is not None) - self.reserved
 
     def _grow(self, least: int) -> None:
         """Doubles the tensors, one by one: of those that must be copied only one is held twice."""
@@ -379,8 +394,8 @@ class PageCache:
         self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
         if self.room is not None:
-            least = min(least, capacity)
-            capacity = self.room.make(least, capacity)
+            least, others = min(least, capacity), self.reserved
+            capacity = self.room.make(least + others, capacity + others) - others
         need = capacity * self.page_bytes / 2**20
         with _no_room(
             f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "

@@ -308,11 +308,12 @@ class LayerOffloader:
         """
         self._released = self._cache.released
         unused = set() if prefix is None else set(prefix.held()) - demand.pages
-        pages = len(demand.pages) + self._cache.num_aside
-        target = self.plan.still_offloaded(pages, demand.growth, self.offloaded, self.least)
+        pages, others = len(demand.pages) + self._cache.num_aside, self._cache.reserved
+        room = pages + others
+        target = self.plan.still_offloaded(room, demand.growth, self.offloaded, self.least)
         if target == self.offloaded or pages + len(unused) < self._cache.in_use:
             return  # in the second case other holders of pages cannot be given new page numbers
-        most = min(self.plan.capacities[target : self.offloaded])
+        most = min(self.plan.capacities[target : self.offloaded]) - others
         if prefix is not None:
             prefix.evict(self._cache.in_use - most)
             self._released = self._cache.released

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import NO_PAGE
 from keyhole.cache.layout import Geometry
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.engine.sequence import Sequence
 from keyhole.policies.base import Policy

@@ -18,6 +18,7 @@ from keyhole import kernels
 from keyhole.cache.kept_tokens import KeptTokenRows
 from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
+from keyhole.cache.unpaged_keys import UnpagedKeys
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
@@ -28,13 +29,17 @@ from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
 
 class HeadRunner:
-    """A head over the pages of a cache, which selects `groups` lists per step."""
+    """A head over the pages of a cache, which selects `groups` lists per step.
+
+    unpaged: its keys of tokens without a page.
+    """
 
     def __init__(self, head: RetrievalHead, cache: PageCache, groups: int) -> None:
         self.head = head
         self._cache = cache
         self._groups = groups
         self._warned = False
+        self.unpaged = UnpagedKeys(cache, head.config.num_kv_heads, head.config.head_dim)
         self.token_bytes = head.config.num_kv_heads * head.config.head_dim * cache.geometry.itemsize
 
     @functools.cached_property
@@ -88,8 +93,13 @@ class HeadRunner:
     ) -> Tensor:
         keys = self._cache.common["head_keys"]
         paged = (query.to(keys.dtype), keys, page_table, lengths)
-        there = None if kept_tokens is None else kept_tokens.anywhere()
-        return group_weights(*paged, self._groups, self.head.scale, there)
+        if kept_tokens is None:
+            return group_weights(*paged, self._groups, self.head.scale)
+        unpaged, slots = None, kept_tokens.unpaged
+        if slots is not None and self.unpaged.in_use:
+            unpaged = self.unpaged.keys, slots
+        there = kept_tokens.anywhere()
+        return group_weights(*paged, self._groups, self.head.scale, there, unpaged)
 
     def fuse(self, batch: Batch) -> Tensor | None:
         """Features [T, H] of the tokens of a forward pass; None if the head reads no features."""
@@ -100,6 +110,10 @@ class HeadRunner:
         """Writes the head's keys [T, Hkv, D] to the pages; slots: int64 [T]."""
         keys = self._cache.common["head_keys"]
         kernels.append(keys, None, key.to(keys.dtype), None, slots)
+
+    def put_unpaged(self, key: Tensor, slots: Tensor) -> None:
+        """Writes the head's keys [T, Hkv, D] of tokens without a page; slots: int64 [T]."""
+        self.unpaged.keys[slots] = key.to(self.unpaged.keys.dtype)
 
     @torch.no_grad()
     def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor | None:

@@ -77,7 +77,7 @@ class Runner:
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        shares = policy.shares_by_scores
+        shares = policy.shares_by_scores or policy.selects_positions
         self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device, shares=shares)
         # The sequence whose kept tokens each row holds.
         self._kept: list[Tensor | None] = [None] * max_batch
@@ -403,7 +403,9 @@ class Runner:
                 if sequence.kept is None:
                     self._kept_tokens.clear(sequence.slot)
                 else:
-                    self._kept_tokens.set(sequence.slot, sequence.kept, sequence.packing)
+                    unpaged = None if sequence.unpaged is None else sequence.unpaged.table
+                    kept = sequence.kept, sequence.packing, unpaged
+                    self._kept_tokens.set(sequence.slot, *kept)
         if all(sequence.kept is None for sequence in rows):
             return None
         slots = [sequence.slot for sequence in rows]

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.recurrent_state import RecurrentState
@@ -467,13 +467,14 @@ class Scheduler:
         filled = filling.filled
         sequence.num_computed = filled.end
         sequence.kept, sequence.packing = filled.kept, filled.packing
+        sequence.unpaged = filled.unpaged
         sequence.reused = filled.reused
         if sequence.trace is not None:
             sequence.trace.packing = filled.packing
 
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if the kept and the coming tokens can never fit together."""
-        length = min(len(sequence.tokens) + sequence.max_tokens, self._max_length)
+        length = min(sequence.token_limit, self._max_length)
         size = self._cache.page_size
         pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
         if pages > self._cache.max_pages:
@@ -493,8 +494,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(page for page in sequence.pages if page != NO_PAGE)
-        sequence.pages, sequence.kept, sequence.leaving = [], None, []
-        sequence.packing = None
+        sequence.forget_pages()
 
     def lend(self, pages: Collection[int]) -> None:
         """Registers pages in which a document is encoded; `take_back` frees them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from keyhole.cache.packing import Packing
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.config import SamplingParams
 from keyhole.engine.documents.filling import Context, Filling, Reused
 from keyhole.engine.read_trace import ReadTrace, TokenReads
@@ -120,22 +121,27 @@ class Sequence:
     first: the first token that is computed for it since it began to run; those before were known.
     state_ends: where its prompt stops for the recurrent state to be kept, whole pages.
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
-    evicted_pages: how many were evicted; the list of pages has a gap for each. exact: whether all
-    that the prompt was computed over is exact (see cache/prefix.py). blocks_read, blocks_before:
-    under a prefill policy, blocks of keys read for its prompt, and all that a dense prefill would
-    read, summed over layers, blocks of queries and heads. context: the stored documents that the
-    prompt is made of; kept: bool [L, end], what each layer has of them and of what stands between,
-    by place; None: everything. packing: the positions of these places (`cache/packing.py`), if they
-    differ. reused: what they cost. filling: what brings them into pages, from its beginning until
-    the sequence runs. bad_ids: the token ids of `params.bad_words`. after: waits until the prompt
-    of this one is computed, which is the same. changes_scores: as its params say. under: the policy
-    that it runs under, from its first step to its last. rope_length: the length whose RoPE
-    frequencies rotate all its keys, fixed when it arrives; 0: those of a short sequence
-    (`keyhole.models.modules.sequence_rope`). adapter: the number of its LoRA adapter, 0 for none.
-    grammar: what its tokens must follow. caller: whose request it is; the queue serves callers in
-    turn, and this is number `turn`. trace: what was read for its tokens, if its params ask for
-    that. drafts: None without a draft. arrival, begun, token_times: when it arrived, was first
-    admitted, and each token was sampled, in seconds of `time.perf_counter`.
+    evicted_pages: how many are gone; a hole stands in their place.
+    exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
+    blocks_read, blocks_before: under a prefill policy, blocks of keys read for its prompt, and all
+    that a dense prefill would read, summed over layers, blocks of queries and heads.
+    context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer
+    has of them and of what stands between, by place; None: everything. packing: the positions of
+    these places (`cache/packing.py`), if they differ. unpaged: the retrieval head's keys of its
+    tokens without a page.
+    reused: what they cost. filling: what brings them into pages, from its beginning until the
+    sequence runs.
+    bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
+    computed, which is the same. changes_scores: as its params say.
+    under: the policy that it runs under, from its first step to its last.
+    rope_length: the length whose RoPE frequencies rotate all its keys, fixed when it arrives; 0:
+    those of a short sequence (`keyhole.models.modules.sequence_rope`). adapter: the number of its
+    LoRA adapter, 0 for none.
+    grammar: what its tokens must follow. caller: whose request it is; the queue serves
+    callers in turn, and this is number `turn`.
+    trace: what was read for its tokens, if its params ask for that. drafts: None without a draft.
+    arrival, begun, token_times: when it arrived, was first admitted, and each token was sampled, in
+    seconds of `time.perf_counter`.
     """
 
     tokens: list[int]
@@ -163,6 +169,7 @@ class Sequence:
     blocks_before: int = 0
     kept: Tensor | None = None
     packing: Packing | None = None
+    unpaged: UnpagedTokens | None = None
     reused: Reused | None = None
     filling: Filling | None = None
     slot: int = -1
@@ -194,6 +201,13 @@ class Sequence:
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
         self.trace = ReadTrace(self.num_prompt) if self.params.trace else None
+
+    def forget_pages(self) -> None:
+        """Empties the page list, whose pages were released, and what belongs to it."""
+        self.pages, self.kept, self.leaving, self.packing = [], None, [], None
+        if self.unpaged is not None:
+            self.unpaged.release()
+            self.unpaged = None
 
     @property
     def reads(self) -> list[TokenReads] | None:

@@ -54,6 +54,7 @@ class PolicyProxy(Policy):
             "shares_pages",
             "selects_per_layer",
             "shares_by_scores",
+            "selects_positions",
             "page_settings",
             "reads_keys",
             "reads_queries",

@@ -49,6 +49,8 @@ class ScatteredChunk:
         over heads and numbers, float32 [2, T].
     unbroken: whether `positions` are start, start + 1, ...; a layer that also sees every token
     before them is then computed like any prompt.
+    places: per layer int64 [T], where it has these tokens, if not at their positions; `seen` has
+    places then. A layer's places ascend with the positions.
     """
 
     rows: slice
@@ -63,6 +65,11 @@ class ScatteredChunk:
     unbroken: bool = False
     start: int = 0
     known: int = 0
+    places: Sequence[Tensor] | None = None
+
+    def places_in(self, layer: int) -> Tensor:
+        """Where a layer has these tokens, int64 [T]."""
+        return self.positions if self.places is None else self.places[layer]
 
 
 class LastLayer(Exception):  # noqa: N818 - a signal, like StopIteration

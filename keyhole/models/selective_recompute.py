@@ -49,11 +49,11 @@ def attend(
         chunk.queries(layer, query)
     paged = query, batch.cache.keys[layer], batch.cache.values[layer]
     seen, end = chunk.seen[layer], chunk.start + len(query)
-    if chunk.unbroken and len(seen) == end:
+    if chunk.unbroken and len(seen) == end and chunk.places is None:
         pages = chunk.pages[: -(-end // batch.cache.page_size)]
         return kernels.prefill(*paged, pages, chunk.start, window=window, **options)
     return kernels.sparse_prefill(
-        *paged, chunk.pages, chunk.positions, seen, window=window, **options
+        *paged, chunk.pages, chunk.places_in(layer), seen, window=window, **options
     )
 
 
@@ -67,7 +67,7 @@ def _deviation(
         value = key[..., : pages[1].shape[-1]]
     found = []
     for part, stored in zip((key, value), pages, strict=True):
-        old = kernels.gather_tokens(stored, chunk.pages, chunk.positions)
+        old = kernels.gather_tokens(stored, chunk.pages, chunk.places_in(layer))
         found.append((part.float() - old.float()).square().flatten(1).sum(1))
     return torch.stack(found)
 
@@ -81,7 +81,7 @@ def _updated(
 ) -> tuple[Tensor, Tensor | None]:
     """New keys and values of some rows, combined with the stored ones."""
     assert chunk.update is not None
-    tokens = chunk.positions[rows]
+    tokens = chunk.places_in(layer)[rows]
     pages = batch.cache.keys[layer], batch.cache.values[layer]
     found = [
         None
@@ -104,6 +104,10 @@ def _put(
     rows: Tensor | slice,
     new: tuple[Tensor, Tensor | None],
 ) -> None:
-    slots = batch.slots[chunk.rows][rows]
+    if chunk.places is None:
+        slots = batch.slots[chunk.rows][rows]
+    else:
+        places, size = chunk.places[layer][rows], batch.cache.page_size
+        slots = chunk.pages[places // size] * size + places % size
     values = None if new[1] is None else batch.cache.values[layer]
     kernels.append(batch.cache.keys[layer], values, new[0], new[1], slots)

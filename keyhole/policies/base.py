@@ -201,9 +201,12 @@ class Policy:
     selects_per_layer: ClassVar[bool] = False
     #: True if what several layers read (`Step.shared_selection`) is selected in `on_scores` alone,
     #: from one layer's scores of its own tokens. Tokens of documents may then be packed, too: what
-    #: that layer selected is translated for the others. With neither of the two every token of
-    #: documents is at its own position.
+    #: that layer selected is translated for the others.
     shares_by_scores: ClassVar[bool] = False
+    #: True if what it selects are positions, the same for every layer. Tokens of documents may be
+    #: packed, and each layer reads the positions that it has. With none of the three every token of
+    #: documents is at its own position.
+    selects_positions: ClassVar[bool] = False
 
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.

@@ -49,6 +49,7 @@ class SpeContext(Policy):
 
     name: ClassVar[str] = "spe_context"
     wants_head: ClassVar[bool] = True
+    selects_positions: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")

@@ -99,6 +99,7 @@ def group_weights(
     groups: int,
     scale: float,
     there: Selection | None = None,
+    unpaged: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Softmax weights, the largest of each group: float32 [B, groups, N].
 
@@ -106,13 +107,14 @@ def group_weights(
     lengths int32 [B]; N = M * page_size. The head's query heads are mapped to `groups` lists of the
     target by ratio (SpeContext, section 4.2): if several heads map to one list, their largest
     weight is taken; if one maps to several, it is copied. there: the existing tokens, if some were
-    dropped (stored documents); the softmax covers only these, and the others score -1.
+    dropped (stored documents); the softmax covers only these, and the others score -1. unpaged: as
+    in `kernels.head_scores_chosen`, only with `there`.
     """
     batch, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
     lists = min(groups, heads)
     if lists <= kv_heads:
-        weights = _scores(query, key_pages, page_table, lengths, scale, there)
+        weights = _scores(query, key_pages, page_table, lengths, scale, there, unpaged)
         weights = weights.unflatten(1, (lists, -1)).amax(2)
     else:
         # Query heads that share keys but not a list: each part of them is treated as a sequence.
@@ -121,6 +123,8 @@ def group_weights(
         if there is not None:
             indices, counts = (x.repeat_interleave(parts, 0) for x in (there.indices, there.counts))
             there = Selection(indices, counts, there.unit)
+        if unpaged is not None:
+            unpaged = unpaged[0], unpaged[1].repeat_interleave(parts, 0)
         weights = _scores(
             query.flatten(0, 1).contiguous(),
             key_pages,
@@ -128,6 +132,7 @@ def group_weights(
             lengths.repeat_interleave(parts),
             scale,
             there,
+            unpaged,
         )
         weights = weights.unflatten(0, (batch, parts)).transpose(1, 2).flatten(1, 2)
     spread: Tensor = weights.repeat_interleave(groups // lists, 1)
@@ -141,11 +146,12 @@ def _scores(
     lengths: Tensor,
     scale: float,
     there: Selection | None,
+    unpaged: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     paged = (query, key_pages, page_table, lengths)
     if there is None:
         return kernels.head_scores(*paged, scale=scale)
-    return kernels.head_scores_chosen(*paged, selection=there, scale=scale)
+    return kernels.head_scores_chosen(*paged, selection=there, scale=scale, unpaged=unpaged)
 
 
 class RetrievalHead(nn.Module):

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keyhole.cache import kept_tokens
-from keyhole.cache.kept_tokens import KeptTokenTable, PageList
+from keyhole.cache import page_list
+from keyhole.cache.kept_tokens import KeptTokenTable
 from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.kernels import Selection
 from tests.cache.test_pages import PLAIN, make_cache
@@ -160,12 +161,24 @@ def test_a_page_is_there_if_any_of_it_is(
             assert row[:within] == [page in has for page in range(within)]
 
 
+def test_slots_of_unpaged_keys_belong_to_the_last_prompt() -> None:
+    thinned = KeptTokenTable(LAYERS, 3, torch.device("cpu"), shares=True)
+    kept = torch.ones(LAYERS, 30, dtype=torch.bool)
+    for slot in (0, 1, 2):
+        thinned.set(slot, kept, None, torch.arange(30, dtype=torch.int32))
+    thinned.set(0, kept[:, :4], None, torch.tensor([-1, 8, 9, -1], dtype=torch.int32))
+    thinned.clear(1)
+    view = thinned.rows([0, 1, 2], [35, 35, 35], torch.device("cpu"))
+    assert view.unpaged is not None
+    assert view.unpaged.tolist() == [[-1, 8, 9] + [-1] * 27, [-1] * 30, list(range(30))]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is there at once")
 def test_memory_of_new_pages_is_taken_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps and loading took it before, several layers at once."""
     geometry = make_cache(PLAIN, PLAIN).geometry
     cache = PageCache(geometry, 9, dtype=torch.float32, device=torch.device("cpu"))
-    monkeypatch.setattr(kept_tokens, "HUGE_BYTES", 2 * cache.page_bytes // len(cache.keys))
+    monkeypatch.setattr(page_list, "HUGE_BYTES", 2 * cache.page_bytes // len(cache.keys))
     pages = PageList(cache, 20)
     assert pages.need(np.arange(20))
     for layer in cache.keys:

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.cache.kept_tokens import NO_PAGE, PageList
+from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.packing import Packing
+from keyhole.cache.packing import Packing, move_tokens
+from keyhole.cache.page_list import NO_PAGE, PageList
 from keyhole.cache.pages import PageCache
 
 
@@ -112,4 +113,56 @@ def test_what_is_left_over_is_released_too() -> None:
     assert table.need(np.array([0, 9, 20]))
     assert table.move(np.array([39]))
     table.release()
+    assert pages.in_use == 0
+
+
+@given(kept_tokens(), st.integers(0, 1000), st.sampled_from([1, 4, 16]))
+def test_tokens_move_from_positions_to_places_and_on(
+    needed: torch.Tensor, seed: int, size: int
+) -> None:
+    """To those of all that is needed first, and of these to those of what is kept."""
+    length = needed.shape[1]
+    kept = needed & (torch.rand(needed.shape, generator=torch.Generator().manual_seed(seed)) < 0.5)
+    geometry = shape(size)
+    pool = PageCache(geometry, 200, dtype=torch.float32, device=torch.device("cpu"))
+    pages = PageList(pool, length + 3)
+    assert pages.need(np.arange(length))
+    slots = torch.from_numpy(pages.slots(np.arange(length)))
+    for layer in range(3):
+        rows = 100.0 * layer + torch.arange(length)[:, None, None].expand(-1, 1, 2)
+        kernels.append(pool.keys[layer], pool.values[layer], rows, -rows, slots)
+    old = None
+    for wanted in (needed, kept):
+        new, before = Packing.of(wanted, geometry), torch.from_numpy(pages.table())
+        assert pages.move(np.append(np.flatnonzero(new.kept.any(0).numpy()), length - 1))
+        for _ in move_tokens(pool, pages, before, old, new, torch.ones_like(needed)):
+            pass
+        pages.settle()
+        old = new
+        assert pool.in_use <= max(wanted.sum(1).tolist()) // size + 3
+        for layer, row in enumerate(wanted):
+            found, places = new.moves(layer)
+            assert found.tolist() == row.nonzero()[:, 0].tolist()
+            where = torch.from_numpy(pages.slots(places))
+            keys, values = (
+                x[layer][where // size, 0, where % size] for x in (pool.keys, pool.values)
+            )
+            assert keys.tolist() == [[100.0 * layer + token] * 2 for token in found.tolist()]
+            assert torch.equal(values, -keys)
+
+
+def test_a_page_of_another_sequence_takes_the_place_of_an_own_one() -> None:
+    pages = cache(9)
+    first, second = PageList(pages, 12), PageList(pages, 12)
+    assert first.need(np.arange(12))
+    assert second.need(np.arange(8))
+    page = first.page(1)
+    second.take(1, page)
+    second.take(1, page)  # it has it already
+    second.take(2, first.page(2))  # it had none
+    assert second.table().tolist()[1:] == first.table().tolist()[1:]
+    pages.check_integrity([first.present().tolist(), second.present().tolist()])
+    first.release()
+    assert pages.in_use == 3
+    second.release()
     assert pages.in_use == 0

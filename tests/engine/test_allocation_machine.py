@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from keyhole import LLM, StreamingLLM
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.engine import Engine
 from keyhole.models.loading import load
 from keyhole.models.model import Model

@@ -110,8 +110,9 @@ def test_answers_do_not_change_when_layers_move(
 
     They come up between the steps of documents with holes, or stay below once they are there.
     """
-    # Layers with a window need no pages of their own for documents.
-    pages = 60 if kind == "gemma3" else 74
+    # Layers with a window need no pages of their own for documents, and one of the jobs is short
+    # once its tokens are packed.
+    pages = 60 if kind == "gemma3" or policy.name == "spe_context" else 74
     llm, plain = below(models[kind], policy, tmp_path, pages), opened(models[kind], policy)
     assert llm.engine.offloader is not None
     if stays:
@@ -135,8 +136,9 @@ def test_what_a_layer_dropped_is_never_loaded(
     llm = below(models["llama"], policy, tmp_path, 46)
     engine = llm.engine
     assert engine.offloader is not None
-    # Under Quest all layers would fit again once the kept tokens are packed.
+    # All layers fit, as the kept tokens are packed.
     engine.offloader.least = len(engine.offloader.plan.model.order)
+    engine.offloader.offload_layer(engine.offloader.least)
     listed: list[tuple[int, torch.Tensor]] = []
     plain = ResidentBuffer.load_missing
 

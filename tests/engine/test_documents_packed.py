@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from keyhole import LLM, SamplingParams
-from keyhole.cache.kept_tokens import NO_PAGE
+from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.prefill import DocumentPrefill
+from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.policies import make_policy
+from keyhole.errors import ConfigError
+from keyhole.policies import available_controls, available_policies, make_policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
 from tests.engine.asking import BLOCK, WIDE, assembled, assert_near, tokens
+from tests.engine.pacing import AtOnce, paced
 from tests.engine.test_documents import Masks
+from tests.policies.models import with_head
 
 NAMES = ["a", "b", "c", "d"]
 LENGTH = 160
@@ -40,13 +44,19 @@ ACROSS_LAYERS = {
     "delta": {"token_budget": 64, "full_layers": (0,), "delta_layers": (1, 3)},
     "omnikv": {"token_budget": 64, "full_layers": (0,), "filter_layers": (1,), "dense_after": 0},
     "tidal_decode": {"token_budget": 64, "full_layers": (0,), "selection_layers": (1, 3)},
+    "spe_context": {"token_budget": 64, "window_size": 8},
 }
 
 
-def started(folder: Path, layers: int, policy: Any = None, page_size: int = 4, **more: Any) -> LLM:
-    path = make_model("llama", folder, num_hidden_layers=layers, **WIDE)
-    store = folder / "store"
-    llm = LLM(path, device="cpu", page_size=page_size, policy=policy, documents=store, **more)
+def opened(folder: Path, policy: Any = None, page_size: int = 4, **more: Any) -> LLM:
+    path = next(folder.rglob("config.json")).parent
+    model, store = with_head(path), folder / "store"
+    return LLM(model, device="cpu", page_size=page_size, policy=policy, documents=store, **more)
+
+
+def started(folder: Path, layers: int, policy: Any = None, **more: Any) -> LLM:
+    make_model("llama", folder, num_hidden_layers=layers, **WIDE)
+    llm = opened(folder, policy, **more)
     for name, ids in TEXTS.items():
         llm.documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
     return llm
@@ -76,11 +86,15 @@ def finish(llm: LLM, sequence: Sequence) -> torch.Tensor:
     assert sequence.error is None
     llm.engine.check_integrity()
     assert llm.engine.cache.in_use == llm.engine.cache.num_aside
+    assert llm.engine.cache.reserved == 0
     return torch.stack(sequence.logits)
 
 
 def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
-    """Bytes of the tensors of its pages before the question, and of what layers keep there."""
+    """Bytes of the tensors of its pages before the question, and of what layers keep there.
+
+    With a retrieval head, also those of its keys, of the tokens that any layer keeps.
+    """
     cache, end = llm.engine.cache, len(sequence.prompt) - len(QUESTION)
     entries = sequence.pages[: -(-end // cache.page_size)]
     pages = [page for page in entries if page != NO_PAGE]
@@ -91,10 +105,18 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
         one = cache.keys[layer][:1].nbytes + cache.values[layer][:1].nbytes
         held += len(pages) * one
         kept += (int(row.sum()) + others) * one // cache.page_size
+    head = llm.engine.head_runner
+    if head is not None:
+        one = cache.common["head_keys"][:1].nbytes
+        held += len(pages) * one
+        if head.unpaged.in_use:
+            held += head.unpaged.keys.nbytes
+        union = int(sequence.reused.kept.any(0).sum()) + others
+        kept += union * one // cache.page_size
     return held, kept
 
 
-@pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode"])
+@pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
 def test_a_question_holds_what_its_layers_keep(
     layers: int, policy: str | None, folder: Path
@@ -111,6 +133,63 @@ def test_a_question_holds_what_its_layers_keep(
         assert reused.sequence_ratio <= reused.held_ratio <= 1.1 * reused.sequence_ratio
         assert sequence.stats().held_ratio == reused.held_ratio
         finish(llm, sequence)
+
+
+@pytest.mark.parametrize("policy", [None, "quest", "delta", "spe_context"])
+@pytest.mark.parametrize("layers", [6, 32])
+def test_filling_holds_little_more_than_what_is_kept(
+    layers: int, policy: str | None, folder: Path
+) -> None:
+    """It held the pages of which any layer keeps a token, until each layer's tokens were packed."""
+    llm = started(folder / f"peak {layers} {policy}", layers, policy, prefix_cache=False)
+    cache = llm.engine.cache
+    with ExitStack() as stack:
+        cache.peak_pages = cache.in_use
+        sequence = begin(llm, stack)
+        reused = sequence.reused
+        assert reused is not None
+        final = len([page for page in sequence.pages if page != NO_PAGE])
+        # A token that one layer computes again is read in all of them: a few more in some layers.
+        needed = (reused.kept | reused.recomputed.any(0)).sum(1) - reused.kept.sum(1)
+        more = 2 + -(-int(needed.max()) // cache.page_size)
+        assert cache.peak_pages <= final + more
+        union = int(reused.kept.any(0).sum()) // cache.page_size
+        assert final + more < union
+        finish(llm, sequence)
+
+
+#: Policies that need more of a prompt than its kept keys and values: they are refused by name.
+REFUSED = {"infllm", "r_kv", "snapkv", "clusterkv", "shadowkv"}
+EVERY = {**available_policies(), **available_controls()}
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> torch.Tensor:
+    """The logits of an answer under full attention, over tokens at their positions."""
+    llm = started(folder / "every", 4)
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DocumentPrefill, "packs", False)
+        return finish(llm, begin(llm, stack))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.Tensor) -> None:
+    """With a budget above the length the answer is the dense one; with a small one it runs."""
+    has_budget = "token_budget" in EVERY[name].__dataclass_fields__
+    for budget in (4096, 48) if has_budget else (None,):
+        policy = make_policy(name, {} if budget is None else {"token_budget": budget})
+        llm = opened(folder / "every", policy)
+        with ExitStack() as stack:
+            if name in REFUSED:
+                with pytest.raises(ConfigError, match=f"policy '{name}' needs"):
+                    begin(llm, stack)
+                return
+            sequence = begin(llm, stack)
+            assert sequence.packing is not None
+            found = finish(llm, sequence)
+            if budget == 4096:
+                assert_near(found, dense)
+            assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
@@ -208,6 +287,59 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
         assert most <= 2
         for sequence, wanted in zip(sequences, alone, strict=True):
             assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["full", "quest", "delta", "spe_context"])
+def test_questions_that_grow_and_are_preempted_answer_as_alone(
+    name: str, shared: bool, folder: Path
+) -> None:
+    """The cache grows under them, and the younger one is filled and computed again.
+
+    One that was pre-empted late was refused then: its generated tokens were counted twice.
+    """
+    settings = ACROSS_LAYERS.get(name, {"token_budget": 64} if name == "quest" else {})
+    policy, place = make_policy(name, settings), folder / f"grown {name} {shared}"
+    params = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
+    orders = [NAMES, NAMES if shared else NAMES[1:] + NAMES[:1]]
+    preempted: list[Sequence] = []
+
+    def add(llm: LLM, stack: ExitStack, names: list[str]) -> Sequence:
+        method = SAM_KV.resolve(llm.engine.geometry)
+        asked = assembled(llm, stack, names, QUESTION, method, PREFIX, SEPARATOR)
+        return llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
+
+    with ExitStack() as stack:
+        llm = started(place, 6, policy, prefix_cache=False)
+        cache, alone, held = llm.engine.cache, [], []
+        for names in orders:
+            alone.append(add(llm, stack, names))
+            while not alone[-1].is_finished:
+                held.append(set(alone[-1].pages) - {NO_PAGE})
+                llm.engine.step()
+        assert cache.capacity > 64  # it has grown
+        each = max(map(len, held))
+        pages = each + 20 if shared else 2 * each - 10
+        tight = opened(place, policy, memory=pages * cache.page_bytes, prefix_cache=False)
+        paced(tight.engine, AtOnce())
+        schedule = tight.engine.scheduler.schedule
+
+        def watched() -> SchedulerOutput:
+            plan = schedule()
+            preempted.extend(plan.preempted)
+            return plan
+
+        tight.engine.scheduler.schedule = watched  # type: ignore[method-assign]
+        sequences = [add(tight, stack, names) for names in orders]
+        while tight.engine.has_work:
+            tight.engine.step()
+            tight.engine.check_integrity()
+        assert preempted
+        for sequence, wanted in zip(sequences, alone, strict=True):
+            assert sequence.error is None
+            assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
+        assert tight.engine.cache.in_use == tight.engine.cache.num_aside
+        assert tight.engine.cache.reserved == 0
 
 
 @pytest.mark.parametrize("policy", [None, "delta", "quest"])

@@ -125,3 +125,31 @@ def test_head_scores_are_over_the_chosen_tokens_alone(case: Paged, data: st.Data
             for token in places:
                 wanted[b, kv, token] = max(group[:, token])
     assert_close(found, wanted, torch.float32)
+
+
+@given(paged(windows=False), st.data())
+@examples(30)
+def test_keys_without_a_page_count_like_others(case: Paged, data: st.DataObject) -> None:
+    """What their pages hold is never read."""
+    rows = [_subset(data, int(length)) for length in case.lengths]
+    width = max(map(len, rows))
+    indices = torch.tensor([[row + [-1] * (width - len(row))] for row in rows], dtype=torch.int32)
+    counts = torch.tensor([[len(row)] for row in rows], dtype=torch.int32)
+    chosen = {"selection": Selection(indices, counts, 1), "scale": case.scale}
+    wanted = kernels.head_scores_chosen(case.query, case.keys, case.table, case.lengths, **chosen)
+    most, size, keys = int(case.lengths.max()), case.page_size, case.keys.clone()
+    table = torch.full((len(rows), data.draw(st.integers(1, most))), -1, dtype=torch.int32)
+    apart: list[torch.Tensor] = []
+    for b, places in enumerate(rows):
+        for token in places:
+            if token < table.shape[1] and data.draw(st.booleans()):
+                page = int(case.table[b, token // size])
+                table[b, token] = len(apart)
+                apart.append(case.keys[page, :, token % size])
+    for b, token in (table >= 0).nonzero().tolist():
+        keys[int(case.table[b, token // size]), :, token % size] = float("nan")
+    unpaged = torch.stack([*apart, torch.full_like(case.keys[0, :, 0], float("nan"))]), table
+    found = kernels.head_scores_chosen(
+        case.query, keys, case.table, case.lengths, unpaged=unpaged, **chosen
+    )
+    assert_close(found, wanted.double().numpy(), torch.float32)

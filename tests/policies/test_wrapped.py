@@ -50,6 +50,7 @@ def test_there_is_something_to_hand_on() -> None:
         "page_settings",
         "selects_per_layer",
         "shares_by_scores",
+        "selects_positions",
         "reads_keys",
         "selects_by_own_scores",
     ]

@@ -115,10 +115,7 @@ PRIVATE_PHRASES = [
     "is meaningless",
     "are meaningless",
     "whoever",
-    "beside the weights",
-    "starts of prompts",
     "is no JSON",
-    "in turns",
 ]
 
 

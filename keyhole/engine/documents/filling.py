@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import NO_PAGE, PageList
 from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import NO_PAGE, PageList
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.store import StoredDocument
 from keyhole.reuse.base import Reuse
 
@@ -84,13 +85,14 @@ class Filled:
     """The result of filling.
 
     end: the tokens before the question. kept: bool [L, end], those that each layer has, by place
-    if they are packed; None: all. packing: their places; None: each is at its position. reused: the
-    statistics.
+    if they are packed; None: all. packing: their places; None: each is at its position. unpaged:
+    the retrieval head's keys of tokens without a page. reused: the statistics.
     """
 
     end: int
     kept: Tensor | None
     packing: Packing | None
+    unpaged: UnpagedTokens | None
     reused: Reused
 
 
@@ -133,6 +135,8 @@ class Filling:
         """Releases the pages and discards the remaining units."""
         self._units.close()
         self._pages.release()
+        if self.filled is not None and self.filled.unpaged is not None:
+            self.filled.unpaged.release()
 
     def take(self) -> list[int]:
         """The page list up to the question, for the sequence."""

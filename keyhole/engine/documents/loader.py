@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.cache.kept_tokens import PageList
+from keyhole.cache.packing import Packing
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
@@ -78,32 +80,49 @@ class Loader:
         shift = self._rope_shift.shift if self._context.reuse.shifts_rope else None
         return placed(self._context.documents, self._context.offsets, shift)
 
-    def load(self, wanted: Tensor, pages: PageList) -> Iterator[None]:
+    def load(
+        self, wanted: Tensor, pages: PageList, packing: Packing | None = None
+    ) -> Iterator[None]:
         """Loads tokens, bool [L, T], into their pages, except those that are present.
 
-        A piece of a layer at each step of the iteration.
+        packing: where each layer has them; None: at their positions. A piece of a layer at each
+        step of the iteration.
         """
         missing = wanted & ~self.present
         for layer, row in enumerate(missing.numpy()):
-            yield from self._load_layer(layer, np.flatnonzero(row), pages)
+            places = self._positions
+            if packing is not None:
+                places = packing.places[layer].numpy()[places]
+            yield from self._load_layer(layer, np.flatnonzero(row), places, pages)
         self.present |= missing
 
-    def _load_layer(self, layer: int, wanted: np.ndarray, pages: PageList) -> Iterator[None]:
-        """wanted: the tokens, ascending; short runs of them share a piece."""
+    def mark(self, positions: np.ndarray) -> None:
+        """Marks tokens as present: positions int32 [L, n] in each layer, -1 for none."""
+        for layer, row in enumerate(positions):
+            tokens = np.searchsorted(self._positions, row[row >= 0])
+            self.present[layer, torch.from_numpy(tokens)] = True
+
+    def _load_layer(
+        self, layer: int, wanted: np.ndarray, places: np.ndarray, pages: PageList
+    ) -> Iterator[None]:
+        """wanted: the tokens, ascending; short runs of them share a piece. places: of all."""
         parts: list[Rows] = []
         done = count = 0
         for part in self._parts(layer, wanted):
             parts.append(part)
             count += len(part[0])
             if count >= _PIECE:
-                self._put(layer, wanted[done : done + count], parts, pages)
+                run = wanted[done : done + count]
+                self._put(layer, run, parts, pages.slots(places[run]))
                 done, count, parts = done + count, 0, []
                 yield
         if parts:
-            self._put(layer, wanted[done:], parts, pages)
+            self._put(layer, wanted[done:], parts, pages.slots(places[wanted[done:]]))
             yield
 
-    def _put(self, layer: int, tokens: np.ndarray, parts: Sequence[Rows], pages: PageList) -> None:
+    def _put(
+        self, layer: int, tokens: np.ndarray, parts: Sequence[Rows], slots: np.ndarray
+    ) -> None:
         key = self._ring.send([keys for keys, _ in parts])
         value = None
         if parts[0][1] is not None:
@@ -112,9 +131,9 @@ class Loader:
             by = torch.from_numpy(self._by[tokens]).to(self._device)
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
             key = self._rope_shift.shift(layer, kernels.dequantised(key), by[:, None])
-        slots = torch.from_numpy(pages.slots(self._positions[tokens])).to(self._device)
         values = None if value is None else self._cache.values[layer]
-        kernels.append(self._cache.keys[layer], values, key, value, slots)
+        sent = torch.from_numpy(slots).to(self._device)
+        kernels.append(self._cache.keys[layer], values, key, value, sent)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
         """The stored rows of the wanted tokens, document by document."""
@@ -227,6 +246,7 @@ class PlacedHead:
         # Tokens of known features, and these.
         self._known: list[np.ndarray] = []
         self._fused: list[Tensor] = []
+        self._to: tuple[PageList, UnpagedTokens]
 
     def take(self, positions: np.ndarray, batch: Batch) -> None:
         """Takes features of tokens, int64 positions, that were computed in this prompt."""
@@ -235,14 +255,22 @@ class PlacedHead:
             self._known.append(positions)
             self._fused.append(fused)
 
-    def write(self, positions: np.ndarray, pages: PageList) -> Iterator[None]:
+    def hold(self, positions: np.ndarray, pages: PageList) -> UnpagedTokens | None:
+        """Room for the keys of those tokens that have no page; None without memory."""
+        missing = positions[~pages.has(positions)]
+        return self._head_runner.unpaged.hold(missing, self._context.end)
+
+    def write(
+        self, positions: np.ndarray, pages: PageList, unpaged: UnpagedTokens
+    ) -> Iterator[None]:
         """Writes keys of the tokens at these positions, ascending: all before the question.
 
-        A piece at each step of the iteration.
+        unpaged: where those without a page are. A piece at each step of the iteration.
         """
+        self._to = pages, unpaged
         name = self._head_runner.stored_as
         if name is None:
-            yield from self._make(positions, None, pages)
+            yield from self._make(positions, None)
             return
         self._take_ends(name)
         order = np.argsort(np.concatenate(self._known))
@@ -252,10 +280,10 @@ class PlacedHead:
         known, fused = np.append(-1, known), torch.cat([torch.zeros_like(fused[:1]), fused])
         fresh = np.isin(positions - 1, known)
         for places, keys in self._stored(name, positions[~fresh]):
-            self._put(keys, places, pages)
+            self._put(keys, places)
             yield
         before = torch.from_numpy(np.searchsorted(known, positions[fresh] - 1)).to(self._device)
-        yield from self._make(positions[fresh], fused[before], pages)
+        yield from self._make(positions[fresh], fused[before])
         features, end = self._cache.common["head_features"], self._context.end
         page = pages.slots(np.array([end - 1]))[0] // self._cache.page_size
         features[page] = fused[int(np.searchsorted(known, end - 1))].to(features.dtype)
@@ -280,17 +308,26 @@ class PlacedHead:
                         part = slice(start, start + _PIECE)
                         yield run[part] + offset, keys[part].to(self._device)
 
-    def _make(self, positions: np.ndarray, fused: Tensor | None, pages: PageList) -> Iterator[None]:
+    def _make(self, positions: np.ndarray, fused: Tensor | None) -> Iterator[None]:
         for start in range(0, len(positions), _PIECE):
             part = slice(start, start + _PIECE)
             ids = torch.from_numpy(self._token_ids[positions[part]]).to(self._device)
             before = None if fused is None else fused[part]
             keys = self._head_runner.head.project(ids, before)[1]
-            self._put(keys, positions[part], pages)
+            self._put(keys, positions[part])
             yield
 
-    def _put(self, keys: Tensor, positions: np.ndarray, pages: PageList) -> None:
+    def _put(self, keys: Tensor, positions: np.ndarray) -> None:
+        pages, unpaged = self._to
         head: RetrievalHead = self._head_runner.head
         keys = head.rotated(keys, torch.from_numpy(positions).to(self._device))
-        slots = torch.from_numpy(pages.slots(positions)).to(self._device)
-        self._head_runner.put(keys, slots)
+        slots = unpaged.table.numpy()[positions]
+        paged = slots < 0
+        if paged.any():
+            there = torch.from_numpy(paged).to(self._device)
+            own = torch.from_numpy(pages.slots(positions[paged])).to(self._device)
+            self._head_runner.put(keys[there], own)
+        if not paged.all():
+            there = torch.from_numpy(~paged).to(self._device)
+            own = torch.from_numpy(slots[~paged]).long().to(self._device)
+            self._head_runner.put_unpaged(keys[there], own)

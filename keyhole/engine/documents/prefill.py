@@ -13,20 +13,20 @@ The work is divided into units, which `DocumentFiller` runs in the remaining tim
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole import kernels
-from keyhole.cache.kept_tokens import PageList
 from keyhole.cache.layout import Geometry
-from keyhole.cache.packing import Packing
+from keyhole.cache.packing import Packing, move_tokens
+from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
+from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.engine.documents.filled_pages import FilledPages, fill_key
 from keyhole.engine.documents.filling import (
     Context,
@@ -37,15 +37,15 @@ from keyhole.engine.documents.filling import (
     Reused,
     Units,
 )
+from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses, PassTokens
 from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.loader import Loader, PlacedHead
+from keyhole.engine.documents.page_keys import PageKey, page_keys
 from keyhole.engine.documents.pinned_ring import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
-from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
-from keyhole.models.modules.sequence_adapters import adapter_rows
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
 from keyhole.reuse.base import RecomputePlan
@@ -77,9 +77,8 @@ class DocumentPrefill:
         self._model = model
         self._cache = cache
         self._policy = policy
-        self._chunk = chunk
-        self._pace = pace
         self._head_runner = head_runner
+        self.passes = ForwardPasses(model, cache, policy, chunk, pace)
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
         self._ring = PinnedRing(model.device)
@@ -125,35 +124,6 @@ class DocumentPrefill:
         """The shape of the cache."""
         return self._cache.geometry
 
-    def send(self, array: np.ndarray) -> Tensor:
-        """Copies an array to the model's device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
-
-    def forward(self, tokens: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
-        """Runs the model to write keys and values; its logits are not used."""
-        begin = time.perf_counter()
-        last = torch.tensor([len(tokens) - 1], device=self._model.device)
-        self._model.forward(self.send(tokens), self.send(positions), batch, last)
-        self._pace.forward(len(tokens), time.perf_counter() - begin)
-
-    def batch(self, slots: np.ndarray, chunk: Chunk | ScatteredChunk, context: Context) -> Batch:
-        """A step of one chunk of a prompt over `context`."""
-        return Batch(
-            cache=self._cache,
-            policy=self._policy,
-            slots=self.send(slots),
-            newest=self.send(np.zeros(0, np.int64)),
-            num_decode=0,
-            step=None,
-            chunks=[chunk],
-            rewrite=chunk if isinstance(chunk, ScatteredChunk) else None,
-            adapters=adapter_rows([(context.adapter, len(slots))], self._model.device),
-        )
-
-    def size(self, left: int) -> int:
-        """The tokens of the next forward pass: at most `chunk`, and as the pace allows."""
-        return self._pace.size(left, self._chunk)
-
     def evict(self, count: int) -> None:
         """Evicts cached prefixes until `count` pages are free, if there are enough."""
         if self._known is not None:
@@ -163,7 +133,7 @@ class DocumentPrefill:
         """Calls the policy's `on_append` for physical pages, one layer per iteration."""
         if not any(self._cache.data):
             return
-        there = self.send(pages)
+        there = self.passes.send(pages)
         filled = torch.full_like(there, self._cache.page_size)
         for layer in self._cache.geometry.full_attention:
             data = self._cache.data[layer]
@@ -173,34 +143,27 @@ class DocumentPrefill:
     @property
     def packs(self) -> bool:
         """Whether layers may store different tokens in one page."""
-        return self._policy.selects_per_layer or self._policy.shares_by_scores
+        policy = self._policy
+        return policy.selects_per_layer or policy.shares_by_scores or policy.selects_positions
 
-    def move(self, before: Tensor, pages: PageList, packing: Packing) -> Iterator[None]:
-        """Copies the tokens of each layer where `packing` has them, one layer per iteration.
+    @property
+    def fills_packed(self) -> bool:
+        """Whether they may while documents are filled; not where a layer compares positions."""
+        return self.packs and all(layout.window is None for layout in self.geometry.layers)
 
-        before: the page table by which they are found.
-        """
-        cache = self._cache
-        cleared = self.send(pages.listed_pages()) if any(cache.data) else None
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            positions, places = packing.moves(layer)
-            tokens, shared = self.send(positions), cache.geometry.layers[layer].shared_values
-            key = kernels.gather_rows(keys, before, tokens)
-            value = None if shared else kernels.gather_rows(values, before, tokens)
-            if cleared is not None:  # summaries see nothing of former tokens
-                keys[cleared] = 0
-                values[cleared] = 0
-            slots = self.send(pages.slots(places))
-            kernels.append(keys, None if shared else values, key, value, slots)
-            yield
+    def move(
+        self, pages: PageList, before: Tensor, old: Packing | None, new: Packing, there: Tensor
+    ) -> Iterator[None]:
+        """As `move_tokens`, in the cache."""
+        return move_tokens(self._cache, pages, before, old, new, there)
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
         return Loader(context, self._cache, self._rope_shift, self._ring, self._hot_blocks)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
-        """Writes the retrieval head's keys of a prompt; None without a head."""
-        if self._head_runner is None:
+        """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
+        if self._head_runner is None or not self._policy.wants_head:
             return None
         return PlacedHead(self._head_runner, self._cache, context, tokens, self._model.device)
 
@@ -223,12 +186,14 @@ class _Prompt:
         self._always = np.append(self._loose, np.arange(max(0, context.end - 1), context.end))
         self._loader = owner.loader(context)
         self._head = owner.head(context, tokens)
+        self._unpaged: UnpagedTokens | None = None
+        self._filled = FilledPrompt(context, tokens, self._documents, pages)
 
     def fill(self) -> Units:
         """Everything up to the question. Raises OutOfPages."""
         placed = self._loader.placed()
         yield from self._need(self._always)
-        yield from self._prefix()
+        yield from self._owner.passes.prefix(self._filled, self._head)
         query = None
         question_context = self._reuse.question_context(placed)
         if question_context is not None:
@@ -239,9 +204,14 @@ class _Prompt:
             deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
-        packing = yield from self._share_or_write(plan)
-        kept = self._kept_everywhere(plan) if packing is None else packing.kept
-        return Filled(self._context.end, kept, packing, self._report(plan))
+        try:
+            packing = yield from self._share_or_write(plan)
+        except BaseException:  # GeneratorExit, too: the request may be aborted in between
+            if self._unpaged is not None:
+                self._unpaged.release()
+            raise
+        kept = self._everywhere(plan.kept) if packing is None else packing.kept
+        return Filled(self._context.end, kept, packing, self._unpaged, self._report(plan))
 
     def _share_or_write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Takes the pages of a running question if they are the same, else writes them."""
@@ -249,69 +219,131 @@ class _Prompt:
         if filled is None:
             return (yield from self._write(plan))
         key = fill_key(self._context, self._tokens, plan)
-        entries = filled.find(key)
-        if entries is None:
+        yield "pages"
+        found = filled.find(key)  # its pages may be gone after another step
+        if found is None:
             packing = yield from self._write(plan)
         else:
-            packing = yield from self._adopt(entries, plan)
-        filled.remember(key, self._pages.listed(self._context.end))
+            packing = yield from self._adopt(*found, plan)
+        filled.remember(key, self._pages.listed(self._context.end), self._unpaged)
         return packing
 
     def _write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Loads and computes what the plan names; releases all other pages.
 
-        Returns where it is, if it is not at its positions.
+        Returns where it is, if it is not at its positions. Layers have their tokens packed from the
+        beginning where they can: then no page is held that they do not need in the end, except for
+        tokens that a layer only reads while others are computed again.
         """
         again = plan.recomputed.any(0)
         needed = plan.kept | again
-        places = self._documents[needed.any(0).numpy()]
-        self._pages.keep(np.concatenate([self._always, places]))
-        yield from self._need(places)
+        filling = self._packing(needed) if self._owner.fills_packed else None
+        packing = self._packing(plan.kept)
+        is_final = _is_same(filling, packing)
+        keys = yield from self._page_keys(plan, packing)
+        if filling is not None:
+            yield from self._pack(None, filling, self._present(needed))
+        if is_final:
+            self._take_stored(keys)
+        if filling is None:
+            places = self._documents[needed.any(0).numpy()]
+            self._pages.keep(np.concatenate([self._always, places]))
+            yield from self._need(places)
         stored = needed if self._reuse.fuses else needed & ~plan.recomputed
-        yield from _each("load", self._loader.load(stored, self._pages))
-        yield from self._compute(plan, again)
-        places = self._documents[plan.kept.any(0).numpy()]
-        self._pages.keep(np.concatenate([self._always, places]))
+        yield from _each("load", self._loader.load(stored, self._pages, filling))
+        yield from self._compute(plan, again, filling)
+        if packing is None:
+            places = self._documents[plan.kept.any(0).numpy()]
+            self._pages.keep(np.concatenate([self._always, places]))
+        elif not is_final:
+            everything = torch.ones(packing.kept.shape, dtype=torch.bool)
+            yield from self._pack(filling, packing, everything)
         if self._head is not None:
-            rows = np.union1d(self._loose, places)
-            yield from _each("head", self._head.write(rows, self._pages))
-        packing = self._packing(plan)
-        if packing is not None:
-            yield from self._pack(packing)
+            yield from self._write_head(self._head, plan)
         yield from _each("summarise", self._owner.summarise(self._pages.present()))
+        if self._owner.filled is not None:
+            self._owner.filled.share(keys, self._pages)
         return packing
 
-    def _adopt(self, entries: list[int], plan: RecomputePlan) -> _Work[Packing | None]:
-        """Takes the pages of a running question over the same tokens, as `_write` fills them."""
+    def _take_stored(self, keys: list[PageKey]) -> None:
+        """Takes pages of stored tokens from running questions, so that they are not loaded."""
+        if self._owner.filled is not None:
+            for key in self._owner.filled.take_stored(keys, self._pages):
+                self._loader.mark(key.positions)
+
+    def _page_keys(self, plan: RecomputePlan, packing: Packing | None) -> _Work[list[PageKey]]:
+        """Keys of the pages that other questions may hold, too.
+
+        There are none if a page has places that layers do not read, or keys of the retrieval head,
+        which belong to other tokens.
+        """
+        is_partial = packing is None and not plan.kept.all()
+        if self._owner.filled is None or self._head is not None or is_partial:
+            return []
+        size, found = self._owner.geometry.page_size, []
+        keys = page_keys(self._context, self._tokens, plan, packing, size)
+        while some := list(islice(keys, _KEYS)):
+            yield "keys"
+            found += some
+        return found
+
+    def _write_head(self, head: PlacedHead, plan: RecomputePlan) -> _Work[None]:
+        """Writes the retrieval head's keys of tokens that any layer keeps."""
         yield "pages"
+        rows = np.union1d(self._loose, self._documents[plan.kept.any(0).numpy()])
+        unpaged = head.hold(rows, self._pages)
+        if unpaged is None:
+            self._owner.evict(len(rows) // self._owner.geometry.page_size + 1)
+            unpaged = head.hold(rows, self._pages)
+            if unpaged is None:
+                raise OutOfPages
+        self._unpaged = unpaged
+        yield from _each("head", head.write(rows, self._pages, unpaged))
+
+    def _adopt(
+        self, entries: list[int], unpaged: UnpagedTokens | None, plan: RecomputePlan
+    ) -> _Work[Packing | None]:
+        """Takes the pages of a running question over the same tokens, as `_write` fills them."""
         end = self._context.end
         if not self._pages.adopt(entries, end):
             self._owner.evict(1)
             if not self._pages.adopt(entries, end):
                 raise OutOfPages
+        self._unpaged = None if unpaged is None else unpaged.share()
         if end % self._owner.geometry.page_size:
             last = self._pages.slots(np.array([end - 1])) // self._owner.geometry.page_size
             yield from _each("summarise", self._owner.summarise(last))
-        return self._packing(plan)
+        return self._packing(plan.kept)
 
-    def _packing(self, plan: RecomputePlan) -> Packing | None:
-        """Where tokens are, if not at their positions."""
-        kept = self._kept_everywhere(plan)
-        if kept is None or not self._owner.packs:
+    def _packing(self, kept: Tensor) -> Packing | None:
+        """Where layers have these tokens, bool [L, T], if not at their positions."""
+        everywhere = self._everywhere(kept)
+        if everywhere is None or not self._owner.packs:
             return None
-        return Packing.of(kept, self._owner.geometry)
+        return Packing.of(everywhere, self._owner.geometry)
 
-    def _pack(self, packing: Packing) -> _Work[None]:
-        """Moves what each layer keeps to its places, and releases the other pages."""
+    def _pack(self, old: Packing | None, new: Packing, there: Tensor) -> _Work[None]:
+        """Moves what each layer has to its places, and releases the other pages.
+
+        old, there: as in `move_tokens`.
+        """
         yield "pages"
-        before = self._owner.send(self._pages.table())
-        places = np.append(np.flatnonzero(packing.kept.any(0).numpy()), self._context.end - 1)
+        before = self._owner.passes.send(self._pages.table())
+        places = np.append(np.flatnonzero(new.kept.any(0).numpy()), self._context.end - 1)
         if not self._pages.move(places):
             self._owner.evict(len(places) // self._owner.geometry.page_size + 1)
             if not self._pages.move(places):
                 raise OutOfPages
-        yield from _each("pack", self._owner.move(before, self._pages, packing))
+        yield from _each("clear", self._pages.clear())
+        yield from _each("pack", self._owner.move(self._pages, before, old, new, there))
         self._pages.settle()
+
+    def _present(self, needed: Tensor) -> Tensor:
+        """Bool [L, end]: the needed tokens whose keys and values are in the pages already."""
+        there = torch.zeros(len(needed), self._context.end, dtype=torch.bool)
+        there[:, : self._context.num_prefix] = True
+        there[:, torch.from_numpy(self._documents)] = needed & self._loader.present
+        return there
 
     def _need(self, positions: np.ndarray) -> _Work[None]:
         """Allocates pages for these positions; evicts cached prefixes if needed."""
@@ -322,13 +354,13 @@ class _Prompt:
                 raise OutOfPages
         yield from _each("clear", self._pages.clear())
 
-    def _kept_everywhere(self, plan: RecomputePlan) -> Tensor | None:
-        """Bool [L, end]: the tokens before the question that each layer has; None: all."""
-        if plan.kept.all():
+    def _everywhere(self, kept: Tensor) -> Tensor | None:
+        """Bool [L, end]: kept tokens of documents, bool [L, T], and all others; None: all."""
+        if kept.all():
             return None
-        kept = torch.ones(len(plan.kept), self._context.end, dtype=torch.bool)
-        kept[:, torch.from_numpy(self._documents)] = plan.kept
-        return kept
+        everywhere = torch.ones(len(kept), self._context.end, dtype=torch.bool)
+        everywhere[:, torch.from_numpy(self._documents)] = kept
+        return everywhere
 
     def _report(self, plan: RecomputePlan) -> Reused:
         """What was kept, computed and read."""
@@ -356,21 +388,6 @@ class _Prompt:
         assert not (again & ~kept).any(), "a token that is computed again must be kept"
         return RecomputePlan(kept, again, plan.shares)
 
-    def _prefix(self) -> _Work[None]:
-        """Computes the prefix like the start of any prompt."""
-        owner, table = self._owner, self._owner.send(self._pages.table())
-        end = 0
-        while end < self._context.num_prefix:
-            yield "forward"
-            part = np.arange(end, end + owner.size(self._context.num_prefix - end))
-            end += len(part)
-            pages = table[: -(-end // owner.geometry.page_size)]
-            chunk = Chunk(slice(0, len(part)), int(part[0]), pages)
-            batch = owner.batch(self._pages.slots(part), chunk, self._context)
-            owner.forward(self._tokens[part], part, batch)
-            if self._head is not None:
-                self._head.take(part, batch)
-
     def _first_reading(self, question_context: Tensor) -> _Work[list[Tensor]]:
         """The question's queries per layer over what `question_context` names."""
         first = question_context.cpu()
@@ -380,13 +397,15 @@ class _Prompt:
         everywhere = first.expand(layers, -1)
         yield from _each("load", self._loader.load(everywhere, self._pages))
         nothing = np.zeros(0, np.int64)
-        yield from self._pass(self._apart, self._seen(everywhere, nothing))
+        seen = self._seen(everywhere, nothing)
+        yield from self._run(PassTokens(positions=self._apart, seen=seen))
         parts: list[list[Tensor]] = [[] for _ in range(layers)]
 
         def note(layer: int, query: Tensor) -> None:
             parts[layer].append(query.float() if self._reuse.extremes else query.float().sum(0))
 
-        yield from self._pass(question, self._seen(everywhere, question), queries=note)
+        seen = self._seen(everywhere, question)
+        yield from self._run(PassTokens(positions=question, seen=seen, queries=note))
         if self._reuse.extremes:
             return _to_cpu([torch.cat(part) for part in parts])
         return _to_cpu([torch.stack(part).sum(0) / len(question) for part in parts])
@@ -403,14 +422,22 @@ class _Prompt:
         written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         deviations: dict[int, list[Tensor]] = {layer: []}
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
-        yield from self._pass(rows, seen, written=written, deviations=deviations, last_layer=layer)
+        yield from self._run(
+            PassTokens(
+                positions=rows,
+                seen=seen,
+                written=written,
+                deviations=deviations,
+                last_layer=layer,
+            )
+        )
         self._loader.present[: layer + 1, again] = True
         found = torch.zeros(2, len(again))
         documents = np.searchsorted(rows, places)
         found[:, again] = torch.cat(deviations[layer], 1).cpu()[:, torch.from_numpy(documents)]
         return found
 
-    def _compute(self, plan: RecomputePlan, again: Tensor) -> _Work[None]:
+    def _compute(self, plan: RecomputePlan, again: Tensor, packing: Packing | None) -> _Work[None]:
         """Computes the recomputed tokens and the separators between the documents."""
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)
@@ -419,9 +446,17 @@ class _Prompt:
         written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         column = torch.from_numpy(np.searchsorted(rows, places))
         written[:, column] = plan.recomputed[:, again]
-        seen = self._seen(plan.kept | again, self._apart)
-        update = self._reuse.fuse if self._reuse.fuses else None
-        yield from self._pass(rows, seen, written=written, update=update, head=self._head)
+        tokens = PassTokens(
+            positions=rows,
+            seen=self._seen(plan.kept | again, self._apart),
+            packing=packing,
+            written=written,
+            update=self._reuse.fuse if self._reuse.fuses else None,
+        )
+        yield from self._run(tokens, self._head)
+
+    def _run(self, tokens: PassTokens, head: PlacedHead | None = None) -> _Work[None]:
+        yield from self._owner.passes.run(self._filled, tokens, head)
 
     def _seen(self, kept: Tensor, more: np.ndarray) -> list[np.ndarray]:
         """Per layer the positions that can be read: loose tokens, kept ones of documents, more.
@@ -438,49 +473,12 @@ class _Prompt:
                 found.append(np.union1d(loose, self._documents[row]))
         return found
 
-    def _pass(
-        self,
-        positions: np.ndarray,
-        seen: list[np.ndarray],
-        *,
-        written: Tensor | None = None,
-        update: Callable[[Tensor, Tensor], Tensor] | None = None,
-        queries: Callable[[int, Tensor], None] | None = None,
-        deviations: dict[int, list[Tensor]] | None = None,
-        last_layer: int | None = None,
-        head: PlacedHead | None = None,
-    ) -> _Work[None]:
-        """Runs tokens in ascending parts; each part reads what earlier ones wrote."""
-        owner = self._owner
-        table = owner.send(self._pages.table())
-        every = {id(row): owner.send(row) for row in seen}
-        done = 0
-        while done < len(positions):
-            yield "forward"
-            left = len(positions) - done
-            part = positions[done : done + owner.size(left)]
-            rows = slice(done, done + len(part))
-            # Later tokens are not written yet: their slots may hold anything.
-            sent = {id(row): every[id(row)][: row.searchsorted(part[-1] + 1)] for row in seen}
-            chunk = ScatteredChunk(
-                rows=slice(0, len(part)),
-                positions=owner.send(part),
-                pages=table,
-                seen=[sent[id(row)] for row in seen],
-                written=None if written is None else written[:, rows].to(table.device),
-                stored=owner.send(np.isin(part, self._documents)),
-                update=update,
-                queries=queries,
-                deviations=deviations,
-                unbroken=int(part[-1] - part[0]) + 1 == len(part),
-                start=int(part[0]),
-            )
-            batch = owner.batch(self._pages.slots(part), chunk, self._context)
-            batch.last_layer = last_layer
-            owner.forward(self._tokens[part], part, batch)
-            if head is not None:
-                head.take(part, batch)
-            done += len(part)
+
+def _is_same(one: Packing | None, other: Packing | None) -> bool:
+    """Whether two packings of a prompt, of which one keeps what the other does, are the same."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.kept, other.kept)
 
 
 def _to_cpu(tensors: list[Tensor]) -> list[Tensor]:
@@ -498,5 +496,7 @@ def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
             return
 
 
+#: The page keys that one unit makes.
+_KEYS = 64
 #: What no iteration gives.
 _DONE = object()

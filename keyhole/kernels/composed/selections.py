@@ -170,18 +170,40 @@ def head_scores_chosen(
     *,
     selection: Selection,
     scale: float,
+    unpaged: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`head_scores` over selected tokens, float32 [B, Hkv, N]; other tokens score -1.
 
     selection: tokens, one list for all heads. -1 is below every weight, including weights rounded
-    to 0.
+    to 0. unpaged: keys [S, Hkv, D] of tokens without a page, and int32 [B, C], which of them
+    belongs to each of the first C tokens; -1: its key is in its page.
     """
     assert selection.unit == 1, selection.unit
-    paged = (query, key_pages, page_table, lengths)
-    weights = reference.weights_over(*paged, selection, scale).amax(2)
+    if unpaged is None:
+        paged = (query, key_pages, page_table, lengths)
+        weights = reference.weights_over(*paged, selection, scale).amax(2)
+    else:
+        assert selection.indices.shape[1] == 1, "one list for all heads"
+        keys = _keys_of(selection.indices[:, 0], key_pages, page_table, *unpaged)
+        scores = query.float().unflatten(1, (keys.shape[1], -1)) @ keys.float().transpose(-1, -2)
+        missing = selection.indices[:, :, None] < 0
+        weights = (scores * scale).masked_fill(missing, float("-inf")).softmax(-1).amax(2)
     places = selection.indices.long().expand_as(weights)
     length = page_table.shape[1] * key_pages.shape[2]
     scores = weights.new_full((*weights.shape[:2], length), -1.0)
     # Padding writes -1 to token 0 by maximum, which does not change it.
     weights = weights.masked_fill(places < 0, -1.0)
     return scores.scatter_reduce_(2, places.clamp(min=0), weights, "amax")
+
+
+def _keys_of(
+    tokens: Tensor, key_pages: Tensor, page_table: Tensor, unpaged: Tensor, slots: Tensor
+) -> Tensor:
+    """Keys of tokens int32 [B, n], [B, Hkv, n, D]; of padding, any numbers."""
+    known, size = tokens.clamp(min=0).long(), key_pages.shape[2]
+    pages = page_table.gather(1, known // size).long()
+    slot = slots.gather(1, known.clamp(max=slots.shape[1] - 1))
+    slot = slot.masked_fill(known >= slots.shape[1], -1).long()
+    paged = key_pages[pages, :, known % size]
+    keys = torch.where((slot >= 0)[..., None, None], unpaged[slot.clamp(min=0)], paged)
+    return keys.transpose(1, 2)

@@ -1,0 +1,110 @@
+"""What determines the content of each page before a question, as a key.
+
+A page of stored keys and values is the same for every question that has these tokens of these
+documents at these positions, whatever else it keeps or computes again. A token that was computed
+for a prompt also depends on all tokens before it, and on what layers keep and compute again there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from keyhole.cache.packing import Packing
+from keyhole.engine.documents.filling import Context
+from keyhole.reuse.base import RecomputePlan
+
+
+@dataclass(frozen=True, eq=False)
+class PageKey:
+    """The key of a full page.
+
+    entry: its place in the page list. positions: int32 [L, page_size], the tokens in each layer, -1
+    where there is none. is_stored: whether no token in it was computed for this prompt.
+    """
+
+    entry: int
+    digest: bytes
+    positions: np.ndarray
+    is_stored: bool
+
+
+def page_keys(
+    context: Context,
+    tokens: np.ndarray,
+    plan: RecomputePlan,
+    packing: Packing | None,
+    page_size: int,
+) -> Iterator[PageKey]:
+    """The keys of all full pages before the question that any layer uses.
+
+    tokens: int64, of the whole prompt. packing: where layers have their tokens; None: at their
+    positions, all of them.
+    """
+    end, layers = context.end, len(plan.kept)
+    if packing is None:
+        positions = np.broadcast_to(np.arange(end, dtype=np.int32), (layers, end))
+    else:
+        positions = packing.positions.numpy().astype(np.int32)
+    count = end // page_size
+    pages = positions[:, : count * page_size].reshape(layers, count, page_size).swapaxes(0, 1)
+    computed = _computed(context, plan)
+    sources = _Sources(context, tokens, plan)
+    last = pages.max((1, 2))
+    for entry in np.argsort(last, kind="stable").tolist():
+        page = np.ascontiguousarray(pages[entry])
+        if last[entry] < 0:
+            continue
+        there = page >= 0
+        is_stored = not (np.take_along_axis(computed, np.maximum(page, 0), 1) & there).any()
+        digest = hashlib.blake2b(page.tobytes(), digest_size=16)
+        digest.update(sources.stored(page[there]) if is_stored else sources.up_to(last[entry]))
+        yield PageKey(entry, digest.digest(), page, is_stored)
+
+
+def _computed(context: Context, plan: RecomputePlan) -> np.ndarray:
+    """Bool [L, end]: tokens that were computed for this prompt, in each layer."""
+    computed = np.ones((len(plan.kept), context.end), bool)
+    if context.reuse.probe_layer is None:  # else it has computed more than the plan says
+        computed[:, context.positions] = plan.recomputed.numpy()
+    return computed
+
+
+class _Sources:
+    """Digests of what tokens were made of."""
+
+    def __init__(self, context: Context, tokens: np.ndarray, plan: RecomputePlan) -> None:
+        method = f"{type(context.reuse).__qualname__} {context.reuse!r}"
+        self._begin = f"{context.adapter} {context.reuse.shifts_rope}".encode()
+        self._state = hashlib.blake2b(f"{method} {context.num_prefix}".encode(), digest_size=16)
+        self._state.update(self._begin)
+        self._tokens = tokens
+        self._documents = []
+        for document, offset in zip(context.documents, context.offsets, strict=True):
+            source = hashlib.blake2b(f"{offset} {document.length}".encode(), digest_size=16)
+            source.update(tokens[offset : offset + document.length].tobytes())
+            self._documents.append(source.digest())
+        self._offsets = np.asarray(context.offsets, np.int64)
+        masks = np.ones((2 * len(plan.kept), context.end), bool)
+        masks[:, context.positions] = np.concatenate([plan.kept.numpy(), plan.recomputed.numpy()])
+        self._masks, self._done = masks, 0
+
+    def stored(self, positions: np.ndarray) -> bytes:
+        """Of the documents that these tokens belong to."""
+        own = np.unique(np.searchsorted(self._offsets, positions, side="right") - 1)
+        return self._begin + b"".join(self._documents[i] for i in own.tolist())
+
+    def up_to(self, last: int) -> bytes:
+        """Of everything up to this position; calls ascend."""
+        part = slice(self._done, last + 1)
+        begun = (self._offsets >= part.start) & (self._offsets < part.stop)
+        for i in np.flatnonzero(begun).tolist():
+            self._state.update(self._documents[i])
+        self._state.update(f"{part}".encode())
+        self._state.update(self._tokens[part].tobytes())
+        self._state.update(np.packbits(self._masks[:, part]).tobytes())
+        self._done = max(self._done, last + 1)
+        return self._state.digest()
