@@ -32,6 +32,7 @@ from keyhole.retrieval.training.run import LONG, Lesson, TrainingRun
 from keyhole.retrieval.training.teacher import AttentionRecord, run_recorded
 from keyhole.retrieval.training.training_config import SHORTEST, Corpus, TrainingConfig
 
+#: From 0.001 to 0.01 the bundled model's gate learns about equally fast.
 _RATE = 1e-3
 #: Budget of the progress figures: this part of a text.
 _PART = 8
