@@ -31,6 +31,7 @@ from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models import families
+from keyhole.models.device_map import DeviceMap
 from keyhole.models.loading import adopt, load
 from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
@@ -95,12 +96,17 @@ def load_exact(
     dtype: str | torch.dtype,
     weights: str | None,
     adapters: Mapping[str, str | Path] | None,
+    device_map: DeviceMap = None,
 ) -> Model:
     """The model of an `LLM`, for its arguments; ModelError for a family that is not exact."""
+    if device_map is not None and isinstance(model, PreTrainedModel | Model):
+        raise ConfigError(
+            "device_map= goes with the name of a model, which it places while loading"
+        )
     if isinstance(model, PreTrainedModel):
         return adopt(model, tokenizer, device, dtype, require, weights, adapters)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer, require, weights, adapters)
+        return load(model, device, dtype, tokenizer, require, weights, adapters, device_map)
     if weights is not None:
         raise ConfigError(
             f"weights {weights!r} goes to keyhole.models.loading.load with this model"

@@ -23,6 +23,7 @@ from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
 from keyhole.exactness_gate import load_exact
+from keyhole.models.device_map import DeviceMap
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -86,9 +87,13 @@ class LLM:
         tokenizer: An object, or its folder or name; by default the model's own. A model loaded by
             transformers has none.
         device: "auto", "cpu", "cuda", "cuda:0", or a torch device.
+        device_map: For a model larger than one GPU: "auto" spreads its layers over all GPUs; a
+            mapping has the device of each module that it names, {"": "cuda:0", "model.layers.20":
+            "cuda:1"}. Instead of `device`.
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16", or a torch dtype.
         weights: "int4" or "int8": pack the weights of linear layers while loading, on a CPU; a
-            group size may follow, "int4:group_size=32". None: as they are stored.
+            group size may follow, "int4:group_size=32". "dequantised": a GGUF file's blocks as
+            plain numbers. None: as they are stored.
         adapters: Folders of LoRA adapters, by name. A request chooses one by
             `SamplingParams(adapter="name")`; those of one step may have different ones.
         memory: Most bytes of the KV cache, as a number or text such as "2GiB"; by default most of
@@ -136,6 +141,7 @@ class LLM:
         *,
         tokenizer: Any = None,
         device: str | torch.device = "auto",
+        device_map: DeviceMap = None,
         dtype: str | torch.dtype = "auto",
         weights: str | None = None,
         adapters: Mapping[str, str | Path] | None = None,
@@ -185,7 +191,7 @@ class LLM:
             hot_document_bytes=_bytes(hot_document_bytes, "hot_document_bytes"),
         )
         chosen = make_policy(policy)
-        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters)
+        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters, device_map)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._documents: dict[str | None, Documents] = {}
@@ -445,9 +451,8 @@ class LLM:
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
-        bar = tqdm(total=len(left), unit="request", disable=None if len(left) > 1 else True)
         try:
-            with bar:
+            with tqdm(total=len(left), unit="request", disable=len(left) < 2 or None) as bar:
                 while left:
                     with self.engine.lock:
                         # Steps of other threads may have finished some.
@@ -483,8 +488,7 @@ class LLM:
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; RequestError for what is none, or is empty."""
-        ids = given_ids("a prompt", prompt)
-        if ids is not None:
+        if (ids := given_ids("a prompt", prompt)) is not None:
             return ids
         assert isinstance(prompt, str)
         return self._encode(prompt, special=True)

@@ -61,6 +61,7 @@ class PageCache:
     empty: a tensor without numbers, of the model's dtype and the resident layers' device.
     empty_rows: the same, of the dtype in which keys and values are stored.
     room: grants growth of the tensors; None: they may grow to `max_pages`.
+    device: of `common`, and of all layers unless `layer_devices` has one for each.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PageCache:
         device: torch.device,
         page_data: Sequence[Mapping[str, tuple[int, ...]]] | None = None,
         common: Mapping[str, tuple[int, ...]] | None = None,
+        layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.geometry = geometry
         self.page_size = geometry.page_size
@@ -81,7 +83,7 @@ class PageCache:
         self.moves = 0
         self.reserved = 0
         self.room: Room | None = None
-        self._device = device
+        self.device, self.layer_devices = device, layer_devices
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
         self._refs: list[int] = []
@@ -93,16 +95,17 @@ class PageCache:
         self._stores: dict[int, Store] = {}  # offloaded layers
         self.empty = empty = torch.empty(0, dtype=dtype, device=device)
         self.empty_rows = empty.to(STORED.get(geometry.kv_dtype, dtype))
+        places = layer_devices or [device] * geometry.num_layers
         self._pages = [
             self.empty_rows.new_empty(
-                0, layout.num_kv_heads, self.page_size * layout.numbers_per_head
+                0, layout.num_kv_heads, self.page_size * layout.numbers_per_head, device=place
             )
-            for layout in geometry.layers
+            for layout, place in zip(geometry.layers, places, strict=True)
         ]
         self.keys, self.values = self._views()
         self.data = [
-            {name: empty.new_empty(0, *shape) for name, shape in shapes.items()}
-            for shapes in self._shapes
+            {name: empty.new_empty(0, *shape, device=place) for name, shape in shapes.items()}
+            for shapes, place in zip(self._shapes, places, strict=True)
         ]
         self.common = {
             name: empty.new_empty(0, *shape) for name, shape in self._common_shapes.items()
@@ -357,8 +360,8 @@ class PageCache:
 
     def _settle(self) -> None:
         """Syncs before the host accesses offloaded pages that a GPU may still write."""
-        if self._stores and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._stores and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _tensors(self) -> Iterable[Tensor]:
         for pages, data in zip(self._pages, self.data, strict=True):

@@ -14,10 +14,8 @@ never keep a layer offloaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -31,6 +29,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models import checkpoint
+from keyhole.models.device_map import free_bytes
 from keyhole.models.model import Model
 from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
@@ -143,8 +142,6 @@ class Demand:
 # activations and other processes.
 _SHARE_OF_FREE = 0.8
 
-_MEMINFO = Path("/proc/meminfo")
-
 
 def allocate(
     model: Model,
@@ -180,6 +177,8 @@ def allocate(
         )
         plan = make_plan(memory, config)
         room = plan.cache_memory
+    elif config.memory is None and model.layer_devices is not None:
+        room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
     else:
         room = free_memory(model.device) if config.memory is None else config.memory
     max_pages = max(0, room - reserved) // page_bytes
@@ -195,11 +194,32 @@ def allocate(
         device=model.device,
         page_data=data[:-1],
         common=data[-1],
+        layer_devices=model.layer_devices,
     )
     if plan is None or config.offload is None:
         return cache, None
     tier, lists = make_tier(config.offload, model.device), policy.selection_heads(geometry)
     return cache, LayerOffloader(plan, cache, tier, num_rows=num_rows, num_heads=lists)
+
+
+def _pages_on_all(
+    layers: Sequence[torch.device],
+    home: torch.device,
+    geometry: Geometry,
+    data: Sequence[Mapping[str, tuple[int, ...]]],
+) -> int:
+    """The pages for which every device has memory, with layers on several.
+
+    Devices of the CPU have one memory.
+    """
+    owners = [place if place.type == "cuda" else torch.device("cpu") for place in layers]
+    each = dict.fromkeys(owners, 0)
+    for number, place in enumerate(owners):
+        alone = replace(geometry, layers=(geometry.layers[number],))
+        each[place] += bytes_per_page(alone, [data[number]])
+    first = home if home in each else owners[0]
+    each[first] += bytes_per_page(replace(geometry, layers=()), [data[-1]])
+    return min(free_memory(place) // size for place, size in each.items())
 
 
 def too_long(
@@ -230,15 +250,7 @@ def _limit(config: EngineConfig) -> str:
 
 def free_memory(device: torch.device) -> int:
     """The bytes of free memory that the KV cache may use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    elif _MEMINFO.is_file():
-        # MemAvailable includes memory that the kernel can reclaim, such as the page cache.
-        text = _MEMINFO.read_text()
-        free = 1024 * int(text[text.index("MemAvailable:") :].split()[1])
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return int(_SHARE_OF_FREE * free)
+    return int(_SHARE_OF_FREE * free_bytes(device))
 
 
 class LayerOffloader:

@@ -47,6 +47,7 @@ from keyhole.errors import (
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
+from keyhole.models import device_map
 from keyhole.models.model import Model
 from keyhole.models.modules import recurrent_layers
 from keyhole.policies.base import Policy
@@ -82,10 +83,10 @@ class Engine:
         copies = None if model.is_hybrid else copies  # which have no recurrent state
         self.lock = FairLock()
         self.model = model
-        self.config = config
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)
         self._given, self.policy = policy, requested(policy, policy, self.geometry)
         self._own = RequestPolicy(self.policy, self.policy)
+        self.config = config = device_map.settings(model, self.policy, self.geometry, config)
         self.prefill_policy = resolved_prefill_policy(config.prefill_policy, self.geometry)
         # Other engines' prompts are exact, or computed under another policy.
         copies = copies if self.prefill_policy is None else None
@@ -189,6 +190,7 @@ class Engine:
         for known in self._runners:
             if known.policy == made:
                 return known
+        device_map.settings(self.model, made, self.geometry, self.config)
         if self.drafting is not None:
             head = None if self.head_runner is None else self.head_runner.head
             require_exact(made, self.geometry, head, self.config)
@@ -393,10 +395,8 @@ class Engine:
             self._make_resident(self.offloader)
         if len(self._runners) == 1:
             return self._run_under(self._runner, plan)
-        advanced = []
-        for under, part in plan.by_policy().items():
-            advanced += self._run_under(self._runners[under], part)
-        return advanced
+        parts = plan.by_policy().items()
+        return [s for under, part in parts for s in self._run_under(self._runners[under], part)]
 
     def _run_under(self, runner: Runner, plan: SchedulerOutput) -> list[Sequence]:
         """Runs the sequences of one policy: forward pass, sampling, counters, eviction."""
@@ -467,8 +467,7 @@ class Engine:
 
     def _count(self, runner: Runner, plan: SchedulerOutput, reads: Tensor) -> None:
         for sequence, row in zip(plan.rows, reads.tolist(), strict=True):
-            fraction, kv_bytes, other_bytes = row
-            sequence.counters.add_step(fraction, kv_bytes, other_bytes)
+            sequence.counters.add_step(*row)
         if self.offloader is not None:
             for sequence in plan.decodes:
                 sequence.offloaded = self.offloader.offloaded

@@ -62,8 +62,8 @@ def attention(
             "this model runs under Keyhole, which computes its attention: use it through "
             "keyhole.LLM, or inside keyhole.sparse by generate() or by calling the model itself"
         )
-    batch = keyhole
-    layer = batch.cache.geometry.number(int(module.layer_idx))  # type: ignore[arg-type]
+    layer = keyhole.cache.geometry.number(int(module.layer_idx))  # type: ignore[arg-type]
+    batch = keyhole.at(layer)
     layout = batch.cache.geometry.layers[layer]
     own_window = None if layout.chunked else layout.window
     assert sliding_window == own_window, f"layer {layer}: {sliding_window} != {own_window}"

@@ -6,8 +6,9 @@ Row layout: first one token of each decoding sequence, then the prompt chunks on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
@@ -101,6 +102,7 @@ class Batch:
     first row of a chunk, the blocks of keys read, summed over layers, blocks of queries and heads.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
     adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
+    views: with layers on several devices, the step as each sees it, the one in use last.
     """
 
     cache: PageCache
@@ -126,6 +128,63 @@ class Batch:
     adapters: Tensor | None = None
     prefill: PrefillPolicy | None = None
     blocks_read: dict[int, Tensor] = field(default_factory=dict)
+    views: list[tuple[torch.device, Batch]] = field(default_factory=list)
+
+    def at(self, layer: int) -> Batch:
+        """The step as a layer sees it: this object, or its copy on the layer's device.
+
+        What earlier layers left for later ones goes along. Called on the model's own batch.
+        """
+        devices = self.cache.layer_devices
+        return self if devices is None else self._handed_to(devices[layer])
+
+    def gather(self) -> None:
+        """After the last layer: what layers left is on the model's device again."""
+        if self.cache.layer_devices is not None:
+            home = self.cache.device
+            self._handed_to(home)
+            self.reads[:] = [_selection(one, home) for one in self.reads]
+
+    def _handed_to(self, place: torch.device) -> Batch:
+        """The batch of a device, which becomes the last of `views`, the one in use."""
+        if not self.views:
+            self.views.append((self.cache.device, self))
+        before = self.views[-1][1]
+        if self.views[-1][0] == place:
+            return before
+        known = next((pair for pair in self.views if pair[0] == place), None)
+        if known is None:
+            known = place, self._copied(place)
+        else:
+            self.views.remove(known)
+        self.views.append(known)
+        left, step = before.step, known[1].step
+        if left is not None and step is not None:
+            step.shared_selection = _selection(left.shared_selection, place)
+            step.scores = None if left.scores is None else left.scores.to(place)
+        return known[1]
+
+    def _copied(self, place: torch.device) -> Batch:
+        """A copy whose tensors are on a device; what layers append is shared."""
+        step = self.step
+        if step is not None:
+            rows = step.sequences
+            step = replace(
+                step,
+                lengths=step.lengths.to(place),
+                pages=step.pages.to(place),
+                page_table=step.page_table.to(place),
+                sequences=replace(rows, prompts=rows.prompts.to(place), slots=rows.slots.to(place)),
+            )
+        return replace(
+            self,
+            slots=self.slots.to(place),
+            newest=self.newest.to(place),
+            touched=None if self.touched is None else self.touched.to(place),
+            filled=None if self.filled is None else self.filled.to(place),
+            chunks=[replace(chunk, pages=chunk.pages.to(place)) for chunk in self.chunks],
+            step=step,
+        )
 
     def prefetch(self, after: int) -> None:
         """Starts loading the selection for layers after `after`, up to the next selection layer."""
@@ -146,3 +205,10 @@ class Batch:
         return layer in self.cache.geometry.full_attention and bool(
             self.policy.needs_scores(layer, step)
         )
+
+
+def _selection(given: Selection | None, place: torch.device) -> Selection | None:
+    """A selection on a device."""
+    if given is None:
+        return None
+    return replace(given, indices=given.indices.to(place), counts=given.counts.to(place))

@@ -276,6 +276,25 @@ def _headers(folder: Path) -> Iterator[dict[str, Any]]:
         yield header
 
 
+def weight_bytes(found: ModelFiles, config: Any, dtype: str) -> int:
+    """Bytes of a model's weights in memory, at least; 0 if its files are not beside the config.
+
+    dtype: in which they are loaded, or "auto". Weights in few bits count as they are stored.
+    """
+    if found.gguf is not None:
+        return found.config.stat().st_size
+    try:
+        headers = list(_headers(found.config.parent))
+        if getattr(config, "quantization_config", None) is not None:
+            ends = (x["data_offsets"] for header in headers for x in header.values())
+            return sum(end - begin for begin, end in ends)
+        stored = json.loads(found.config.read_text()) if dtype == "auto" else {}
+        number = _dtype(stored, headers) if dtype == "auto" else dtype
+        return _count(headers, config) * ITEMSIZES[number]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
+        return 0
+
+
 def _count(headers: list[dict[str, Any]], config: Any) -> int:
     """Numbers in the weights that a model loads; 0 without headers."""
     depth, count = int(config.num_hidden_layers), 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -33,6 +31,13 @@ from keyhole.errors import (
 )
 from keyhole.models import checkpoint, families
 from keyhole.models.attention import NAME
+from keyhole.models.device_map import (
+    DeviceMap,
+    one_device,
+    place_layers,
+    require_alone,
+    require_memory,
+)
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.locate import (
     TINY,
@@ -52,13 +57,14 @@ from keyhole.models.modules import (
 )
 from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
+from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.stored import (
     check_stored,
     log_once,
     require_known,
-    require_unpacked,
+    require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.reuse.sam_kv import STABILITY_FILE
@@ -82,18 +88,22 @@ def load(
     accept: Accept | None = None,
     weights: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    device_map: DeviceMap = None,
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
     tokenizer: an object or its folder or id, instead of the checkpoint's own. accept: raises
     ModelError for a family that must not run, before the weights are loaded. weights: "int4" or
-    "int8", with a group size such as "int4:group_size=32", to pack those of linear layers.
-    adapters: folders of LoRA adapters from which each request may choose one, by name.
+    "int8", with a group size such as "int4:group_size=32", to pack those of linear layers;
+    "dequantised": the blocks of a GGUF file as plain numbers; None: as they are stored.
+    adapters: folders of LoRA adapters from which each request may choose one, by name. device_map:
+    "auto", or a device for each of some modules, instead of `device`.
     ModelError for a model that cannot be found, is damaged or cannot be run.
     """
-    place, number = _device(device), _dtype(dtype)  # before anything is downloaded
+    place, number = one_device(device), _dtype(dtype)  # before anything is downloaded
     _require_cpu(weight_format(weights), place)
-    return load_files(locate(name), place, number, tokenizer, accept, weights, adapters)
+    require_alone(device_map, device, adapters)
+    return load_files(locate(name), place, number, tokenizer, accept, weights, adapters, device_map)
 
 
 def load_files(
@@ -104,9 +114,10 @@ def load_files(
     accept: Accept | None = None,
     weights: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    device_map: DeviceMap = None,
 ) -> Model:
     """`load` of a model that `locate` has found."""
-    place, number, wanted = _device(device), _dtype(dtype), weight_format(weights)
+    place, number, wanted = one_device(device), _dtype(dtype), weight_format(weights)
     _require_cpu(wanted, place)
     name, shown = found.name, found.shown
     if (found.has_adapter or found.adapter is not None) and not is_peft_available():
@@ -115,53 +126,67 @@ def load_files(
     config = text_part(whole)
     families.check(config, shown)
     require_known(config, shown)
-    if wanted is not None and found.gguf is None:
-        require_unpacked(config, wanted, shown)
+    if found.gguf is None:
+        require_suitable(config, weights, shown)
     if accept is not None:
         accept(config, shown)
-    if config is not whole:
+    if config is whole:
+        need = checkpoint.weight_bytes(found, config, str(number).removeprefix("torch."))
+        require_memory(need, place, device_map, shown)
+    else:
         announce(whole, config, shown)
-    network = _load_network(found, config, number, is_part=config is not whole)
+    keeps = weights is None and place.type == "cpu" and gguf_file.keeps_blocks(found, config)
+    network = _load_network(found, config, number, is_part=config is not whole, keeps=keeps)
     if found.gguf is not None:
-        # Its blocks are dequantised: what runs is a plain model.
+        # Transformers' quantiser has done its work: what runs is a plain model, or ours.
         network.config.__dict__.pop("quantization_config", None)
     elif getattr(config, "quantization_config", None) is not None:
         check_stored(network, name)
         log_once()
     if found.adapter is not None:
         network = merged(network, found.adapter, name)
-    network = _moved(network, place, shown)
+    network, place, layers = _moved(network, place, device_map, shown)
     if is_tiny(name):
         _say_it_is_a_demonstration()
     words = _tokenizer(found) if tokenizer is None else tokenizer
     model = _model(name, network, place, words, wanted, adapters)
+    model = replace(model, layer_devices=layers)
     if found.adapter is not None:
         return replace(model, name=found.adapter.name)
-    return model if found.gguf is None else replace(model, name=found.config.stem)
+    if found.gguf is None:
+        return model
+    return replace(model, name=found.config.stem, weights=weights)
 
 
-def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool) -> Any:
+def _load_network(
+    found: ModelFiles, config: Any, number: Any, *, is_part: bool, keeps: bool
+) -> Any:
     """Transformers' model with its weights; ModelError for a damaged checkpoint.
 
-    is_part: whether the checkpoint has more models than that of this config.
+    is_part: whether the checkpoint has more models than that of this config. keeps: whether the
+    blocks of a GGUF file are kept.
     """
     shown = found.shown
     names = {"key_mapping": TEXT_WEIGHTS} if is_part else {}
     try:
-        with _without_report() if is_part else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                found.name,
-                config=config,
-                **_numbers(found, number),
-                attn_implementation=NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with their names
-                **found.options,
-                **names,
-            )
+        with _without_report() if is_part or keeps else nullcontext():
+            loaded: Any
+            if keeps:
+                loaded = gguf_file.load_blocks(found.config, config, number, NAME)
+            else:
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    found.name,
+                    config=config,
+                    **({"dtype": number} if found.gguf is None else gguf_file.plain(found, number)),
+                    attn_implementation=NAME,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported below, with their names
+                    **found.options,
+                    **names,
+                )
         network, report = loaded
     except Exception as error:  # transformers, safetensors, the file system
-        why = found.unreachable or ("" if found.gguf is None else _DAMAGED)
+        why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
         raise ModelError(
             f"the weights of {shown!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
         ) from error
@@ -174,10 +199,17 @@ def _load_network(found: ModelFiles, config: Any, number: Any, *, is_part: bool)
     return network
 
 
-def _moved(network: Any, place: torch.device, name: str) -> Any:
-    """The network on its device, ready for inference; CapacityError if it does not fit there."""
+def _moved(
+    network: Any, place: torch.device, device_map: DeviceMap, name: str
+) -> tuple[Any, torch.device, tuple[torch.device, ...] | None]:
+    """The network on its devices, ready for inference; CapacityError if it does not fit there.
+
+    Also its first device, and those of its layers if they are on several.
+    """
+    if device_map is not None:
+        return network.eval(), *place_layers(network, device_map, name)
     try:
-        return network.to(place).eval()
+        return network.to(place).eval(), place, None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -186,27 +218,6 @@ def _moved(network: Any, place: torch.device, name: str) -> Any:
             f"the weights of {name!r} need {need:.1f} GiB on {place}; use device='cpu' or a "
             "smaller dtype"
         ) from error
-
-
-#: What helps where a GGUF file cannot be read.
-_DAMAGED = "the file may be damaged or cut short: get it again, or give the original checkpoint"
-
-
-def _numbers(found: ModelFiles, dtype: Any) -> dict[str, Any]:
-    """What the weights are loaded as: blocks of a GGUF file as plain numbers."""
-    if found.gguf is None:
-        return {"dtype": dtype}
-    if dtype == "auto":
-        dtype = _DTYPES[checkpoint.gguf_dtype(found.config)]
-    return {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
-
-
-def _require_gguf() -> None:
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise ModelError(
-                f"a GGUF file needs the package {package!r}: pip install 'keyhole[gguf]'"
-            )
 
 
 def adopt(
@@ -228,16 +239,15 @@ def adopt(
     """
     name, wanted = str(network.name_or_path) or type(network).__name__, weight_format(weights)
     families.check(network.config, name)
-    if wanted is not None:
-        require_unpacked(network.config, wanted, name)
+    require_suitable(network.config, weights, name)
     if accept is not None:
         accept(network.config, name)
     places = {parameter.device for parameter in network.parameters()}
-    if len(places) != 1 or not places <= {_device(place) for place in places}:
+    if len(places) != 1 or not places <= {one_device(place) for place in places}:
         where = ", ".join(sorted(map(str, places)))
         raise ConfigError(f"a model must be on one device, cpu or cuda; {name!r} is on {where}")
     place = places.pop()
-    if device != "auto" and _device(device) != place:
+    if device != "auto" and one_device(device) != place:
         raise ConfigError(f"device {str(device)!r}: the model is on {str(place)!r}; move it first")
     if dtype != "auto" and _dtype(dtype) != network.dtype:
         raise ConfigError(f"dtype {str(dtype)!r}: the model is in {network.dtype}; cast it first")
@@ -330,11 +340,11 @@ def read_config(found: ModelFiles) -> Any:
 
 def _read_whole_config(found: ModelFiles) -> Any:
     if found.gguf is not None:
-        _require_gguf()
+        gguf_file.require_packages()
     try:
         return AutoConfig.from_pretrained(found.name, **found.options)
     except Exception as error:  # any library involved may raise its own error
-        why = "" if found.gguf is None else f"; {_DAMAGED}"
+        why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
             f"the config of {found.shown!r} cannot be read: {_line(error)}{why}"
         ) from error
@@ -382,20 +392,6 @@ def _eos(network: Any, config: Any) -> frozenset[int]:
     found = config.eos_token_id if found is None else found
     found = [] if found is None else found
     return frozenset([found] if isinstance(found, int) else found)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"unknown device {device!r}: write auto, cpu, cuda or cuda:0") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {str(device)!r} is not supported: write auto, cpu or cuda")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {str(device)!r} is not there; write device='cpu' or 'auto'")
-    return place
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:

@@ -36,8 +36,9 @@ class Model:
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
     RoPE change; None: they never do. calibration, head, gate, stability: files next to the weights
     for DELTA, SpeContext, SeerAttention-R and SamKV. draft: the folder of an EAGLE-3 draft.
-    weights: the format that they were packed in while loading. adapters: LoRA adapters that single
-    requests may choose.
+    weights: the format that they were packed in while loading. layer_devices: the device of each
+    decoder layer, if they are on several; `device` is then that of everything else. adapters: LoRA
+    adapters that single requests may choose.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Model:
     draft: Path | None = None
     rope: families.RopeLengths | None = None
     weights: str | None = None
+    layer_devices: tuple[torch.device, ...] | None = None
     adapters: Adapters = field(default_factory=Adapters)
     watched: dict[int, Any] = field(default_factory=dict)
 
@@ -125,6 +127,7 @@ class Model:
                 )
         except LastLayer:
             return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
+        batch.gather()
         logits: Tensor = out.logits[0]
         return logits
 

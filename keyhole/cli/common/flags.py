@@ -55,7 +55,8 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
         "--weights",
         metavar="FORMAT",
         help="int4 or int8: pack the weights while loading, on a CPU; int4:group_size=32 for "
-        "groups of 32, 64 or 128; default: as they are stored",
+        "groups of 32, 64 or 128; dequantised: blocks of a GGUF file as plain numbers; default: as "
+        "they are stored",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from keyhole.errors import ConfigError, ModelError
-from keyhole.models.weights.weight_format import WeightFormat
+from keyhole.models.weights.weight_format import DEQUANTISED
 
 
 def require_known(config: Any, name: str) -> None:
@@ -25,14 +25,22 @@ def require_known(config: Any, name: str) -> None:
         )
 
 
-def require_unpacked(config: Any, wanted: WeightFormat, name: str) -> None:
-    """ConfigError for a checkpoint that is stored in few bits."""
+def require_suitable(config: Any, weights: str | None, name: str) -> None:
+    """ConfigError for weights that are to be packed and are stored in few bits already.
+
+    And for blocks that are to be dequantised, which only GGUF files have.
+    """
+    if weights == DEQUANTISED:
+        raise ConfigError(
+            f"weights {weights!r} is for GGUF files, whose blocks are kept otherwise; {name!r} is "
+            "none: leave it out"
+        )
     stored = getattr(config, "quantization_config", None)
-    if stored is not None:
+    if weights is not None and stored is not None:
         method = _fields(stored).get("quant_method")
         raise ConfigError(
-            f"the weights of {name!r} are stored as {method} already: leave "
-            f"weights {wanted.name!r} out, or give the checkpoint that they were made of"
+            f"the weights of {name!r} are stored as {method} already: leave weights {weights!r} "
+            "out, or give the checkpoint that they were made of"
         )
 
 

@@ -11,6 +11,8 @@ from keyhole.registry import parse_one, typed
 
 #: Bits of a weight of the layers, by name.
 BITS = {"int4": 4, "int8": 8}
+#: The blocks of a GGUF file as plain numbers.
+DEQUANTISED = "dequantised"
 #: Sizes that the products are made for.
 GROUP_SIZES = (32, 64, 128)
 
@@ -38,14 +40,16 @@ class WeightFormat:
 
 
 def weight_format(given: str | None) -> WeightFormat | None:
-    """The format of "int4", "int8" or "int4:group_size=32"; None for None, the weights as stored.
+    """The format of "int4", "int8" or "int4:group_size=32"; None if nothing is packed.
+
+    Nothing is under None (the weights as stored) and "dequantised".
 
     UnknownNameError for another name or setting, ConfigError for a group size that is not made.
     """
-    if given is None:
+    if given in (None, DEQUANTISED):
         return None
     spec = parse_one(str(given), "format of weights")
     if spec.name not in BITS:
-        raise UnknownNameError("format of weights", spec.name, BITS)
+        raise UnknownNameError("format of weights", spec.name, [*BITS, DEQUANTISED])
     fields = [field for field in dataclasses.fields(WeightFormat) if field.name != "bits"]
     return WeightFormat(bits=BITS[spec.name], **typed(spec, "weights", fields))

@@ -146,7 +146,7 @@ def test_packed_weights_give_other_document_records(folder: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("int5", r"unknown format of weights 'int5'.*known: int4, int8"),
+        ("int5", r"unknown format of weights 'int5'.*known: dequantised, int4, int8"),
         ("int4:group_size=48", "group_size 48 of weights must be one of 32, 64, 128"),
         ("int4:groups=32", "unknown setting of weights int4 'groups'"),
         ("int4:group_size=x", "must be a whole number"),

@@ -1,0 +1,206 @@
+"""Weights of GGUF files: blocks are kept as stored where our products read them, or dequantised.
+
+transformers knows the names and the order of rows of each family's file, and reads the other
+tensors. Its own loader unpacks every block, which needs several times the memory of the file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GgufConfig
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+    read_field,
+)
+
+from keyhole.errors import ModelError
+from keyhole.models import checkpoint, families
+from keyhole.models.locate import ModelFiles
+from keyhole.models.weights import blocks
+from keyhole.models.weights.blocks import BlockWeight
+from keyhole.models.weights.packing import (
+    BLOCK,
+    LEFT,
+    BlockEmbedding,
+    BlockLinear,
+    is_plain_embedding,
+    replace_weight,
+)
+
+#: What helps where a GGUF file cannot be read.
+DAMAGED = "the file may be damaged or cut short: get it again, or give the original checkpoint"
+
+_WEIGHT = ".weight"
+#: The parameters of a kept weight.
+_PARTS = BlockWeight._fields[:3]
+
+
+def require_packages() -> None:
+    """ModelError, with what to install, without the packages that read a GGUF file."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(
+                f"a GGUF file needs the package {package!r}: pip install 'keyhole[gguf]'"
+            )
+
+
+def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that load the blocks of a GGUF file as plain numbers."""
+    number = _number(found.config, dtype)
+    return {"dtype": number, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def keeps_blocks(found: ModelFiles, config: Any) -> bool:
+    """Whether blocks of these files can be kept.
+
+    An adapter is merged into plain numbers, and recurrent layers read their matrices themselves.
+    """
+    from gguf import GGUFReader
+
+    if found.gguf is None or found.adapter is not None or families.recurrent_layers(config):
+        return False
+    try:
+        reader = GGUFReader(found.config)
+    except (OSError, ValueError, IndexError):  # damaged: transformers says so
+        return False
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    known = _architecture(reader) in GGUF_SUPPORTED_ARCHITECTURES
+    return known and bool(kinds & blocks.FORMATS.keys())
+
+
+def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[Any, dict[str, Any]]:
+    """Transformers' model of a GGUF file with its blocks kept, and the report of loading.
+
+    dtype: of all other numbers and of activations; "auto": as the file suggests. attention: the
+    name of the attention function.
+    """
+    dtype = _number(path, dtype)
+    with torch.device("meta"):
+        plain: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    kept, state = _read(path, plain, dtype)
+    state |= {
+        f"{name}.{part}": tensor
+        for name, weight in kept.items()
+        for part, tensor in zip(_PARTS, weight[:3], strict=True)
+    }
+    family = type(plain)
+    network, report = _with_room(family, kept, dtype).from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    network.__class__ = family
+    network.config.name_or_path = str(path.parent)
+    logging.getLogger("keyhole").info("%d matrices of %s stay in their blocks", len(kept), path)
+    return network, report
+
+
+def _with_room(family: type[Any], kept: dict[str, BlockWeight], dtype: torch.dtype) -> Any:
+    """The class of the model, but made with modules that take the kept weights."""
+
+    def make(self: Any, config: Any, *given: Any, **named: Any) -> None:
+        family.__init__(self, config, *given, **named)
+        tied = self.all_tied_weights_keys
+        same = {_module(copy): _module(of) for copy, of in tied.items() if _module(of) in kept}
+        for name in kept.keys() | same.keys():
+            _make_room(self.get_submodule(name), kept[same.get(name, name)], dtype)
+        self.all_tied_weights_keys = {
+            copy: of for copy, of in tied.items() if _module(copy) not in same
+        } | {f"{copy}.{part}": f"{of}.{part}" for copy, of in same.items() for part in _PARTS}
+
+    # transformers reads the source of the module of a class to learn what it supports.
+    members = {"__init__": make, "__module__": family.__module__}
+    return type(family.__name__, (family,), members)
+
+
+def _read(
+    path: Path, plain: Any, dtype: torch.dtype
+) -> tuple[dict[str, BlockWeight], dict[str, Tensor]]:
+    """The weights that are kept, by module, and the other tensors, by name."""
+    from gguf import GGUFReader, dequantize
+
+    reader = GGUFReader(path)
+    config = load_gguf_checkpoint(str(path))["config"]
+    kind = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
+    processor = kind(config=config)
+    names = get_gguf_hf_weights_map(plain, processor)
+    tables = dict(_tables(plain))
+    kept: dict[str, BlockWeight] = {}
+    state: dict[str, Tensor] = {}
+    for tensor in reader.tensors:
+        known = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": state}}
+        module = names.get(tensor.name, "").removesuffix(_WEIGHT)
+        rows = None
+        if module in tables and tensor.tensor_type.name in blocks.FORMATS:
+            rows = _order_of_rows(processor, tensor.name, len(tensor.data), known)
+        if rows is not None and tables[module] % BLOCK == 0:
+            data = torch.from_numpy(np.ascontiguousarray(tensor.data[rows]))
+            kept[module] = blocks.FORMATS[tensor.tensor_type.name](data)
+            continue
+        numbers = dequantize(tensor.data, tensor.tensor_type)
+        found = processor.process(weights=numbers, name=tensor.name, **known)
+        if found.name in names:
+            state[names[found.name]] = torch.from_numpy(np.copy(found.weights)).to(dtype)
+    return kept, {name: tensor.to(dtype) for name, tensor in state.items()}
+
+
+def _tables(network: Any) -> Iterator[tuple[str, int]]:
+    """Modules whose matrices can be kept, and the length of a row."""
+    for name, module in network.named_modules():
+        if type(module) is nn.Linear and name.rpartition(".")[2] not in LEFT:
+            yield name, module.in_features
+        elif is_plain_embedding(module):
+            yield name, module.embedding_dim
+
+
+def _order_of_rows(
+    processor: Any, name: str, count: int, known: dict[str, Any]
+) -> np.ndarray[Any, Any] | None:
+    """The row of the file that is each row of the model; None if it changes more than their order.
+
+    Found by a table of numbers in place of the weights.
+    """
+    numbers = np.arange(2 * count).reshape(count, 2)
+    found = processor.process(weights=numbers.copy(), name=name, **known)
+    if found.name != name or np.shape(found.weights) != numbers.shape:
+        return None
+    rows: np.ndarray[Any, Any] = found.weights[:, 0] // 2
+    return rows if np.array_equal(found.weights, numbers[rows]) else None
+
+
+def _make_room(module: Any, weight: BlockWeight, dtype: torch.dtype) -> None:
+    """Gives a module without numbers the parameters of a kept weight."""
+    kind = BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
+    codes, *scales = (torch.empty_like(part, device="meta") for part in weight[:3])
+    replace_weight(module, kind, BlockWeight(codes, scales[0], scales[1], weight.bits))
+    module.dtype = dtype
+
+
+def _number(path: Path, dtype: Any) -> torch.dtype:
+    """The dtype that is wanted, or the one that holds what a file stores."""
+    found: torch.dtype = getattr(torch, checkpoint.gguf_dtype(path)) if dtype == "auto" else dtype
+    return found
+
+
+def _architecture(reader: Any) -> str:
+    found: str = read_field(reader, "general.architecture")[0]
+    return found
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

@@ -1,0 +1,118 @@
+"""llama.cpp's blocks, against the definition of the `gguf` package and products in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from keyhole import kernels
+from keyhole.models.weights import packing
+from keyhole.models.weights.blocks import FORMATS, BlockWeight
+from keyhole.models.weights.packing import BlockEmbedding, BlockLinear, replace_weight
+from tests.models.test_gguf import drawn
+
+
+def rows_of(kind: str, num_rows: int, num_inputs: int, seed: int) -> np.ndarray[Any, Any]:
+    """The bytes of random rows."""
+    if kind == "Q4_K":
+        return drawn((num_rows, num_inputs), seed)
+    numbers = np.random.default_rng(seed).normal(size=(num_rows, num_inputs))
+    data: np.ndarray[Any, Any] = gguf.quantize(
+        numbers.astype(np.float32), GGMLQuantizationType[kind]
+    )
+    return data
+
+
+def numbers_of(kind: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    numbers: np.ndarray[Any, Any] = gguf.dequantize(data, GGMLQuantizationType[kind])
+    return numbers
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(
+    num_rows=st.sampled_from([1, 15, 16, 17, 40]),
+    num_blocks=st.integers(1, 5),
+    tokens=st.sampled_from([1, 2, 3, 9]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_are_those_of_the_stored_numbers(
+    kind: str, num_rows: int, num_blocks: int, tokens: int, seed: int
+) -> None:
+    num_inputs = num_blocks * (256 if kind == "Q4_K" else 64)
+    data = rows_of(kind, num_rows, num_inputs, seed)
+    numbers = numbers_of(kind, data)
+    weight = FORMATS[kind](torch.from_numpy(data))
+    np.testing.assert_allclose(kernels.unpack(weight.expand()), numbers, rtol=1e-6, atol=1e-9)
+    x = torch.randn(tokens, num_inputs, generator=torch.Generator().manual_seed(seed % 1000))
+    exact = numbers.astype(np.float64)
+    found = kernels.packed_linear(x, weight.expand()).double().numpy()
+    # In units of the sum of absolute products: a few roundings of float32.
+    size = np.abs(x.double().numpy()) @ (np.abs(exact).T + np.abs(exact).max())
+    assert np.all(np.abs(found - x.double().numpy() @ exact.T) <= 2e-6 * size)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_weight_takes_the_bytes_of_the_file(kind: str) -> None:
+    """Q4_K's scales have 6 bits in the file and a byte each in memory: 148 bytes instead of 144."""
+    data = rows_of(kind, 8, 512, 0)
+    held = sum(part.nbytes for part in FORMATS[kind](torch.from_numpy(data))[:3])
+    assert held <= data.nbytes * (148 / 144 if kind == "Q4_K" else 1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_some_rows_are_those_of_the_whole(kind: str) -> None:
+    weight = FORMATS[kind](torch.from_numpy(rows_of(kind, 20, 256, 1)))
+    whole = kernels.unpack(weight.expand())
+    for which in (slice(3, 9), torch.tensor([19, 0, 0, 7])):
+        assert torch.equal(kernels.unpack(weight.rows(which).expand()), whole[which])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 32, 33, 70])
+def test_few_and_many_tokens_use_the_same_weight(tokens: int, dtype: torch.dtype) -> None:
+    layer, numbers = linear("Q4_K", dtype)
+    x = torch.randn(1, tokens, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = x.double() @ numbers.double().T + layer.bias.double()
+    found = layer(x)
+    assert found.dtype == dtype
+    error = (found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+    assert error < (1e-6 if dtype == torch.float32 else 0.01)
+    assert torch.equal(layer.weight, numbers.to(dtype))
+
+
+def test_scales_are_expanded_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = linear("Q4_0", torch.float32)
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    whole = layer(x)
+    monkeypatch.setattr(packing, "_SCALED_AT_ONCE", 512 * 7)
+    torch.testing.assert_close(layer(x), whole)
+
+
+def test_an_embedding_looks_up_rows_of_its_dtype() -> None:
+    data = rows_of("Q8_0", 30, 64, 2)
+    table: nn.Module = nn.Embedding(30, 64)
+    replace_weight(table, BlockEmbedding, FORMATS["Q8_0"](torch.from_numpy(data)))
+    table.dtype = torch.bfloat16
+    ids = torch.tensor([[3, 29, 3]])
+    wanted = torch.from_numpy(numbers_of("Q8_0", data)).bfloat16()[ids]
+    assert torch.equal(table(ids), wanted)
+
+
+def linear(kind: str, dtype: torch.dtype) -> tuple[BlockLinear, torch.Tensor]:
+    """A layer of 24 outputs, and its weight as numbers."""
+    data = rows_of(kind, 24, 512, 3)
+    layer = nn.Linear(512, 24, dtype=dtype).requires_grad_(requires_grad=False)
+    weight: BlockWeight = FORMATS[kind](torch.from_numpy(data))
+    replace_weight(layer, BlockLinear, weight)
+    assert isinstance(layer, BlockLinear)
+    layer.dtype = dtype
+    return layer, torch.from_numpy(numbers_of(kind, data))

@@ -1,0 +1,156 @@
+"""GGUF files whose blocks are kept, beside the same files dequantised by transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader
+
+from keyhole import LLM, ConfigError, SamplingParams
+from keyhole.cli import main
+from keyhole.eval.verify import verify
+from keyhole.models.loading import adopt, load
+from keyhole.models.weights.packing import BlockEmbedding, BlockLinear
+from tests.checkpoints import make_model
+from tests.models.test_gguf import write
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPT = list(range(3, 60))
+KINDS = ["Q8_0", "Q4_0", "Q4_K"]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A file of a format, whose rows are whole blocks; made once."""
+    folder, made = tmp_path_factory.mktemp("blocks"), dict[Any, Path]()
+
+    def file(kind: str, *, tied: bool = False, intermediate_size: int = 256) -> Path:
+        key = (kind, tied, intermediate_size)
+        if key not in made:
+            width = 256 if kind == "Q4_K" else 64
+            original = make_model(
+                "llama",
+                folder / f"original-{len(made)}",
+                tokenizer=True,
+                hidden_size=width,
+                head_dim=width // 4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=intermediate_size,
+                tie_word_embeddings=tied,
+            )
+            made[key] = folder / f"{len(made)}.{kind}.gguf"
+            write(Path(original), made[key], kind)
+        return made[key]
+
+    return file
+
+
+def held_bytes(model: Any) -> int:
+    """Of all weights, shared ones once."""
+    return sum({x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_dequantised_file(
+    make: Callable[..., Path], kind: str, tied: bool
+) -> None:
+    path = make(kind, tied=tied)
+    kept = load(path, "cpu", "float32")
+    plain = load(path, "cpu", "float32", weights="dequantised")
+    assert isinstance(kept.network.model.layers[1].mlp.down_proj, BlockLinear)
+    assert isinstance(kept.network.get_input_embeddings(), BlockEmbedding)
+    assert not [x for x in plain.network.modules() if isinstance(x, BlockLinear)]
+    names = dict(kept.network.named_modules())
+    for name, weight in plain.network.state_dict().items():
+        found = names[name.removesuffix(".weight")].weight
+        torch.testing.assert_close(found, weight, rtol=1e-6, atol=1e-9)
+    assert LLM(kept).generate(PROMPT, GREEDY).token_ids == (
+        LLM(plain).generate(PROMPT, GREEDY).token_ids
+    )
+    for model in (kept, plain):
+        model.network.set_attn_implementation("eager")
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for some in (ids, ids[:, :7]):  # by unpacking rows, and by the codes
+            wanted = plain.network(some).logits
+            found = kept.network(some).logits
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> None:
+    """Q4_K's scales of 6 bits have a byte each in memory, so that it takes 3% more."""
+    path = make(kind)
+    stored = sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
+    kept = held_bytes(load(path, "cpu"))
+    assert kept <= stored * (1.03 if kind == "Q4_K" else 1)
+    assert kept < 0.6 * held_bytes(load(path, "cpu", weights="dequantised"))
+
+
+def test_a_shared_table_is_held_once(make: Callable[..., Path]) -> None:
+    model = load(make("Q8_0", tied=True), "cpu")
+    head, embedding = model.network.get_output_embeddings(), model.network.get_input_embeddings()
+    assert head.codes is embedding.codes
+    assert held_bytes(model) < held_bytes(load(make("Q8_0"), "cpu"))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_check_passes(make: Callable[..., Path], kind: str) -> None:
+    """Against transformers' eager attention over the same layers: ragged, in chunks."""
+    loaded = load(make(kind), "cpu")
+    assert loaded.dtype == torch.bfloat16
+    assert [check for check in verify(loaded) if not check.passed] == []
+
+
+def test_rows_that_are_no_whole_blocks_are_numbers(make: Callable[..., Path]) -> None:
+    path = make("Q8_0", intermediate_size=96)
+    kept, plain = (load(path, "cpu", weights=weights) for weights in (None, "dequantised"))
+    layers = (x.network.model.layers[0].mlp for x in (kept, plain))
+    ours, theirs = layers
+    assert isinstance(ours.up_proj, BlockLinear)
+    assert not isinstance(ours.down_proj, BlockLinear)
+    assert torch.equal(ours.down_proj.weight, theirs.down_proj.weight)
+
+
+def test_other_formats_are_dequantised(make: Callable[..., Path]) -> None:
+    network = load(make("F16"), "cpu").network
+    assert not [x for x in network.modules() if isinstance(x, BlockLinear)]
+
+
+def test_packing_starts_from_the_numbers(make: Callable[..., Path]) -> None:
+    model = load(make("Q8_0"), "cpu", weights="int4")
+    assert model.weights == "int4"
+    assert not [x for x in model.network.modules() if isinstance(x, BlockLinear)]
+
+
+def test_only_files_with_blocks_are_dequantised(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path)
+    message = "weights 'dequantised' is for GGUF files"
+    with pytest.raises(ConfigError, match=message):
+        load(folder, "cpu", weights="dequantised")
+    with pytest.raises(ConfigError, match=message):
+        adopt(load(folder, "cpu").network, device="cpu", weights="dequantised")
+
+
+def test_the_log_says_what_is_kept(
+    make: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "keyhole"):
+        load(make("Q4_0"), "cpu")
+    assert any("matrices of" in r.message and "blocks" in r.message for r in caplog.records)
+
+
+def test_the_command_line_compares_both(
+    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(make("Q8_0"))
+    assert main(["verify", "--model", path, "--device", "cpu", "--weights", "dequantised"]) == 0
+    assert "weights dequantised beside those as stored" in capsys.readouterr().out
