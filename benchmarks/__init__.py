@@ -1,4 +1,4 @@
-"""Measurements: each appends a JSON line to `results/` that has all it takes to repeat it."""
+"""Measurements: each appends a JSON line to `results/` with everything needed to repeat it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SpeContext's ablation C3 (figure 11): offloading layers as sequences grow, or all from the start.
+"""SpeContext's ablation C3 (figure 11): offloading layers as sequences grow, or all of them from
+the start.
 
     python -m benchmarks.adaptive_layers
 

@@ -33,12 +33,12 @@ PLACES = {
     ("tiny_reference", "question"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (512, 1024),
 }
-#: Where settings are tuned first, on other samples, which takes three times as long.
+#: The places where settings are also tuned, on other samples, which takes three times as long.
 TUNED_PLACES = {
     ("tiny_vartrack", "question"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (512,),
 }
-#: Where a setting that only one method has is varied.
+#: The places where a setting that only one method has is varied.
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
@@ -124,7 +124,7 @@ def run(command: Sequence[str]) -> None:
     done = subprocess.run(
         [program, *command[1:]], cwd=benchmarks.ROOT, env=environment, check=False
     )
-    if done.returncode not in (0, 1):  # 1: a method is not possible for this model or these terms
+    if done.returncode not in (0, 1):  # 1: a method was refused for this model or these terms
         raise subprocess.CalledProcessError(done.returncode, command)
 
 

@@ -5,12 +5,12 @@
     python -m benchmarks.evaluation --errors
     python -m benchmarks.evaluation --render
 
-Cells run in the order of PARTS, those that the discussion needs first, by the code of
-`keyhole eval`. A finished cell adds a line to benchmarks/results/evaluation.jsonl, so the same
-command resumes an interrupted run; after `--hours` it stops between two cells. `--errors` then
-finds the first wrong word of answers that full attention gets right, and what the step that wrote
-it had read (evaluation-errors.jsonl). `--render` writes this part of docs/results.md and its
-figures from the stored lines. Times are CPU time of one core (OMP_NUM_THREADS=1).
+Cells run in the order of PARTS, first those that the discussion needs, with the code of `keyhole
+eval`. A finished cell adds a line to benchmarks/results/evaluation.jsonl, so the same command
+resumes an interrupted run; after `--hours` it stops between two cells. `--errors` then finds the
+first wrong word of answers that full attention gets right, and what the step that wrote it had read
+(evaluation-errors.jsonl). `--render` writes this part of docs/results.md and its figures from the
+stored lines. Times are CPU time of one core (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from keyhole.policies import available_policies
 
 LENGTHS = (1024, 2048, 4096, 8192)
 RECALLS = (0.5, 0.7, 0.9, 0.95, 0.99)
-#: The methods of the discussion, and those with an adaptive budget.
+#: The methods that the discussion compares, and those with an adaptive budget.
 MAIN = ("delta", "quest", "raas", "streaming_llm", "spe_context")
 ADAPTIVE = ("delta", "spe_context")
 OUTPUT = benchmarks.results() / results_page.LINES
@@ -63,7 +63,8 @@ _SAMPLES = 200
 #: Bytes for prompts that all policies share: 200 samples of 8,192 tokens, with a head's keys.
 _PROMPT_MEMORY = 7 * 2**30
 _DERIVE, *_LOOK_UPS = ASKED
-#: Requests in a step: decode steps take nearly all the time of a derivation, and batching saves it.
+#: Requests per step: decode steps take nearly all the time of a derivation, and batching them saves
+#: most of it.
 _AT_ONCE = {True: 200, False: 64}
 #: Seconds per sample on one core of an EPYC (family 26), by length: derivations, and look-ups
 #: whose prompt full attention has read.

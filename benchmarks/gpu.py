@@ -51,7 +51,7 @@ STATE = ROOT / "runs/tiny-gpu"
 
 # A call takes less than nine minutes.
 _BUDGET_S = 530.0
-# The longest that a part with tests or one of the papers' settings may take.
+# The longest time that a part with tests or one of the papers' settings may take.
 _ALONE_S = 520.0
 # Estimated time for compilation and a hundred tests on a new device.
 _TESTS_S = 240.0

@@ -1,24 +1,25 @@
-"""A million tokens on one machine: a decode step over memory and disk, from 8k tokens to 1M.
+"""A million tokens on one machine: decode steps with keys and values in memory and on disk, from 8k
+tokens to 1M.
 
     python -m benchmarks.million                                about 12 minutes on 2 idle cores
     python -m benchmarks.million --shapes bundled --lengths 8192,65536
 
-A prompt of a million tokens takes hours on a CPU, so the cache is filled with made keys and values
-instead: random numbers of 8 bits, which have no similar neighbours, as the keys of the retrieval
-head have none. A refreshed selection therefore repeats nothing of the one before: the worst case of
-loading. Layers are offloaded to files as the cache grows, when the plan says so.
+A prompt of a million tokens takes hours on a CPU, so the cache is filled with random keys and
+values of 8 bits instead. Neighbouring keys are not similar, not even those of the retrieval head,
+so a refreshed selection has nothing in common with the one before: the worst case for loading.
+Layers are offloaded to files as the cache grows, as planned.
 
 Each shape and length runs in a process of its own, which first lowers its RLIMIT_DATA to its
-present use plus `total_memory`, 5 % (at least 32 MiB) and 128 bytes a token, which lists of token
-ids and the index of cached pages take beside the plan. The system then refuses it more private
-memory; mapped files, such as offloaded layers, do not count. The process must finish under this
-limit. Its peak of private memory is compared with the most that the plan has on the way: just
-before a layer is offloaded, memory is full.
+current use plus `total_memory`, 5 % (at least 32 MiB) and 128 bytes per token, for lists of token
+ids and the index of cached pages, which the plan does not count. The system then refuses it more
+private memory; mapped files, such as offloaded layers, do not count. The process must finish under
+this limit. Its peak of private memory is compared with the largest size that the plan predicts up
+to that length: just before a layer is offloaded, memory is full.
 
-Steps are timed over whole periods of `refresh_every`, and the mean counts, so that the steps that
-select are in it. One line for each shape, length and policy is added to
-benchmarks/results/million.jsonl, and those that are there, from this commit and with these
-settings, are not measured again. `python -m benchmarks.speed_pages` shows them. Linux only.
+The result is the mean over whole periods of `refresh_every`, so that it includes the steps that
+select. One line for each shape, length and policy is added to benchmarks/results/million.jsonl;
+lines of this commit with the same settings are not measured again. `python -m
+benchmarks.speed_pages` shows them. Linux only.
 """
 
 from __future__ import annotations
@@ -73,18 +74,19 @@ _SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
-#: What no plan counts of each token, and the limit allows: two lists of token ids, the digests of
-#: cached pages, and copies of lists while a request begins.
+#: Bytes per token that the limit allows and the plan does not count: two lists of token ids, the
+#: digests of cached pages, and copies of lists while a request begins.
 _PYTHON_BYTES = 128
 _CHUNK_PAGES = 2048
 _SPARE_POSITIONS = 1024  # after the cache, for the steps
 _SAMPLE_S = 0.005
-# Standard deviation of made keys and values, as in `keyhole.bench.model.RandomKV`, and of bytes.
+# Standard deviation of the random keys and values, as in `keyhole.bench.model.RandomKV`, and of
+# bytes.
 _KEY_STD, _VALUE_STD = 3.0, 1.0
 _BYTE_STD = 127 / 3**0.5
-# A thread's stack counts in full, used or not.
+# RLIMIT_DATA counts the whole stack of a thread.
 _STACK_BYTES = 1 << 20
-# Large tensors get memory of their own, which goes back to the system when they do (mallopt(3)).
+# Large tensors get mappings of their own, which are returned to the system with them (mallopt(3)).
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
     "MALLOC_ARENA_MAX": "1",
@@ -94,7 +96,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class MillionSettings:
-    """What a line was measured with. length: tokens in the cache before the first step."""
+    """The settings of a line. length: tokens in the cache before the first step."""
 
     shape: str
     length: int
@@ -106,18 +108,20 @@ class MillionSettings:
 
     @property
     def period(self) -> int:
-        """Steps after which everything has happened once."""
+        """Steps after which the selection has been refreshed once."""
         return int(getattr(make_policy(self.system), "refresh_every", 1))
 
     @property
     def steps(self) -> int:
-        """Timed steps: at least `repeat`, and two periods or one that is a single step."""
+        """Timed steps: whole periods, at least two of them (one if a period is a single step), and
+        at least `repeat` steps.
+        """
         least = max(self.repeat, 2 * self.period if self.period > 1 else 1)
         return -(-least // self.period) * self.period
 
 
 def main() -> int:
-    """Measures what is not stored yet, a process for each shape and length."""
+    """Measures what is not stored yet, in a process for each shape and length."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default=",".join(TOTAL_MEMORY), help=f"{BUNDLED}, or a shape")
     parser.add_argument("--lengths", default=",".join(map(str, _LENGTHS)), help="tokens")
@@ -223,7 +227,7 @@ def _warm_up(case: list[MillionSettings], folder: str) -> None:
 class Memory:
     """Bytes of this process (proc(5)).
 
-    data: VmData, which RLIMIT_DATA limits. anonymous: RssAnon, private memory that is there.
+    data: VmData, which RLIMIT_DATA limits. anonymous: RssAnon, resident private memory.
     """
 
     data: int
@@ -231,7 +235,7 @@ class Memory:
 
     @classmethod
     def now(cls) -> Memory:
-        """As the system reports it."""
+        """The current values, as the system reports them."""
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         data, anonymous = (1024 * int(fields[name].split()[0]) for name in ("VmData", "RssAnon"))
         return cls(data=data, anonymous=anonymous)

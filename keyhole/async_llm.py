@@ -28,10 +28,10 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
 from keyhole.engine.sequence import Piece, Result
 from keyhole.errors import ConfigError
-from keyhole.llm import LLM, Params, params_for
+from keyhole.llm import LLM, Params, arguments_of, params_for
 from keyhole.reuse.base import Reuse
 from keyhole.step_thread import Extras, Method, StepThread, Submission, Update
-from keyhole.tokenization import Detokenizer, Message, Prompt, Prompts, Tool, one_or_several
+from keyhole.tokenization import Detokenizer, Prompt, Prompts, one_or_several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,70 +228,22 @@ class AsyncLLM:
         given = {"prompt": prompt, "policy": policy, "caller": caller}
         return self._sharing("submit", given, params_for(params, 1)[0])
 
-    async def chat(
-        self,
-        messages: Several[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Several[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reuse_generated: bool = False,
-        policy: PolicySpec | None = None,
-    ) -> Result:
+    @arguments_of(LLM.chat)
+    async def chat(self, *, params: SamplingParams | None = None, **given: Any) -> Result:
         """As `LLM.chat`."""
-        given = {
-            "messages": messages,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-            "reuse_generated": reuse_generated,
-            "policy": policy,
-        }
         return await self._completions("submit_chat", given, params_for(params, 1)[0])
 
+    @arguments_of(LLM.chat)
     def stream_chat(
-        self,
-        messages: Several[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Several[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reuse_generated: bool = False,
-        policy: PolicySpec | None = None,
+        self, *, params: SamplingParams | None = None, **given: Any
     ) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream_chat`, for `async for`."""
-        given = {
-            "messages": messages,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-            "reuse_generated": reuse_generated,
-            "policy": policy,
-        }
         return self._pieces("submit_chat", given, params)
 
-    async def ask(
-        self,
-        question: Prompt,
-        documents: Several[str],
-        *,
-        reuse: Reuse | str | Path | None = None,
-        params: SamplingParams | None = None,
-        prefix: Prompt = "",
-        separator: Prompt = "",
-        chat: bool = False,
-        policy: PolicySpec | None = None,
-    ) -> Result:
+    @arguments_of(LLM.ask)
+    async def ask(self, **arguments: Any) -> Result:
         """As `LLM.ask`."""
-        pieces = self.stream_ask(
-            question,
-            documents,
-            reuse=reuse,
-            params=params,
-            prefix=prefix,
-            separator=separator,
-            chat=chat,
-            policy=policy,
-        )
-        return await _last(pieces)
+        return await _last(self.stream_ask(**arguments))
 
     def stream_ask(
         self,

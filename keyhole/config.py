@@ -237,8 +237,10 @@ class SamplingParams:
         "JSON schema or Lark grammar that the text follows; needs keyhole[serve]",
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
-    logprobs: int | None = setting(None, "give log-probabilities of the top k and the chosen token")
-    trace: bool = setting(False, "give which tokens each layer read for every generated token")
+    logprobs: int | None = setting(
+        None, "return log-probabilities of the top k tokens and of the chosen one"
+    )
+    trace: bool = setting(False, "record which tokens each layer reads for every generated token")
     adapter: str | None = setting(
         None, "LoRA adapter of the request, one of those of the LLM; None: the model alone"
     )
@@ -342,7 +344,7 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "compute a shared prefix once")
     prefix_store: str | None = setting(
-        None, "folder in which the starts of prompts survive a restart; None: they do not"
+        None, "folder in which cached prefixes survive a restart; None: they do not"
     )
     prefix_store_bytes: int | None = setting(
         None, "the most that they may take there; None: no limit"
@@ -353,7 +355,7 @@ class EngineConfig:
     )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
-        None, "instead of memory: bytes for weights, KV cache and what a step computes with"
+        None, "instead of memory: bytes for weights, KV cache and working memory of a step"
     )
     offload: str | None = setting(
         None, "folder for layers that do not fit; on a GPU any value enables RAM offload"
@@ -361,12 +363,12 @@ class EngineConfig:
     max_prefill_share: float = setting(
         0.5, "of a step's prompt tokens, the most that one prompt takes while others wait"
     )
-    graphs: bool = setting(True, "on a GPU, repeat decode steps as CUDA graphs, where they can be")
+    graphs: bool = setting(True, "on a GPU, replay decode steps as CUDA graphs where possible")
     max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
     draft: str | None = setting(
         None,
         "propose tokens, checked together in one step: ngram copies earlier text, eagle3 runs the "
-        "draft model beside the weights, eagle3:FOLDER another; None: no",
+        "draft model next to the weights, eagle3:FOLDER another one; None: no",
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
     kv_dtype: str = setting(
@@ -380,7 +382,7 @@ class EngineConfig:
 
     @property
     def draft_folder(self) -> str | None:
-        """The draft model's folder or hub id; None: the one beside the weights."""
+        """The draft model's folder or hub id; None: the one next to the weights."""
         return (self.draft or "").partition(":")[2] or None
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ class Grammars:
             else:
                 made = LLMatcher.grammar_from_lark(grammar)
         except ValueError as error:
-            raise RequestError(f"the JSON schema is no JSON object: {error}") from error
+            raise RequestError(f"the JSON schema is not a JSON object: {error}") from error
         matcher = LLMatcher(vocabulary, made, log_level=0)
         if matcher.is_error():
             reason = matcher.get_error().strip().splitlines()[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from tqdm.auto import tqdm
@@ -42,6 +43,32 @@ from keyhole.tokenization import (
 
 #: How to choose tokens: for all prompts, or for each.
 Params = SamplingParams | Several[SamplingParams] | None
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def arguments_of(
+    method: Callable[Concatenate[Any, _Given], object],
+) -> Callable[[Callable[..., _Returned]], Callable[Concatenate[Any, _Given], _Returned]]:
+    """A decorator that gives a method the arguments of another, which it receives by name.
+
+    Type checkers and `help` show them; TypeError at the call for an argument that `method` lacks.
+    """
+    signature = inspect.signature(method)
+
+    def decorate(own: Callable[..., _Returned]) -> Callable[Concatenate[Any, _Given], _Returned]:
+        @functools.wraps(own)
+        def call(self: Any, /, *given: _Given.args, **named: _Given.kwargs) -> _Returned:
+            arguments = signature.bind(self, *given, **named).arguments
+            arguments.pop(next(iter(signature.parameters)))
+            return own(self, **arguments)
+
+        returned = inspect.signature(own).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 class LLM:
@@ -84,11 +111,11 @@ class LLM:
         prefix_cache: Whether the start that prompts share is computed only once; a folder in which
             it survives a restart.
         prefix_store: That folder by itself, as settings files and the command line name it.
-        prefix_store_bytes: The most bytes that starts of prompts may take in that folder.
-        graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
-        max_length: Most tokens of a sequence; by default the model's limit.
-        draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
-            tokens where they occurred before), "eagle3" (the draft model beside the weights),
+        prefix_store_bytes: The most bytes that prefixes may take in that folder. graphs: Whether
+        decode steps on a GPU are repeated as CUDA graphs, where possible. max_length: Most tokens
+        of a sequence; by default the model's limit. draft: What proposes tokens that one step
+        checks together: "ngram" (what followed the newest
+            tokens where they occurred before), "eagle3" (the draft model next to the weights),
             "eagle3:FOLDER" (another one), or None. Results do not change, except under SpeContext
             with a draft model, which then chooses once for the tokens that a step checks.
         num_draft_tokens: Most proposed tokens of a request in a step.
@@ -141,7 +168,7 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
-            right = f"left out beside prefix_cache={str(prefix_cache)!r}, which is a folder, too"
+            right = f"left out with prefix_cache={str(prefix_cache)!r}, which is a folder, too"
             require(prefix_store is None, "prefix_store", prefix_store, right)
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
@@ -262,27 +289,10 @@ class LLM:
                 )
         return Result.of_all(self._finish(sequences))
 
-    def stream_chat(
-        self,
-        messages: Several[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Several[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reuse_generated: bool = False,
-        policy: PolicySpec | None = None,
-    ) -> Iterator[Piece]:
+    @arguments_of(chat)
+    def stream_chat(self, **arguments: Any) -> Iterator[Piece]:
         """`chat`, as it comes."""
-        return self._stream(
-            self.submit_chat(
-                messages,
-                params,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                reuse_generated=reuse_generated,
-                policy=policy,
-            )
-        )
+        return self._stream(self.submit_chat(**arguments))
 
     @functools.cached_property
     def documents(self) -> Documents:
@@ -337,32 +347,11 @@ class LLM:
             )
             return self._finish([sequence])[0]
 
-    def stream_ask(
-        self,
-        question: Prompt,
-        documents: Several[str],
-        *,
-        reuse: Reuse | str | Path | None = None,
-        params: SamplingParams | None = None,
-        prefix: Prompt = "",
-        separator: Prompt = "",
-        chat: bool = False,
-        policy: PolicySpec | None = None,
-    ) -> Iterator[Piece]:
+    @arguments_of(ask)
+    def stream_ask(self, **arguments: Any) -> Iterator[Piece]:
         """`ask`, as it comes."""
         with ExitStack() as stack:
-            sequence = self.submit_ask(
-                stack,
-                question,
-                documents,
-                reuse=reuse,
-                params=params,
-                prefix=prefix,
-                separator=separator,
-                chat=chat,
-                policy=policy,
-            )
-            yield from self._stream(sequence)
+            yield from self._stream(self.submit_ask(stack, **arguments))
 
     def submit(
         self,

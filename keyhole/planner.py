@@ -2,7 +2,7 @@
 
 SpeContext (2025), section 6. Eq. 6 is the memory with every layer's keys and values resident,
 Eq. 7 with some layers offloaded (RAM or disk), where each keeps a resident buffer of `token_budget`
-tokens; Eq. 8 asks for the fewest offloaded layers. `MemoryModel.thresholds` is Algorithm 1,
+tokens; Eq. 8 minimises the number of offloaded layers. `MemoryModel.thresholds` is Algorithm 1,
 `MemoryPlan` answers Algorithm 2 while sequences grow, and its reverse when sequences have ended.
 All sizes are bytes.
 

@@ -31,7 +31,7 @@ class Submission:
     """A request: the method of `LLM` that creates its sequence, and the arguments.
 
     group: requests with the same number have the same prompt and compute it once.
-    whole: the caller wants a single update at the end.
+    whole: whether to send a single update, at the end.
     """
 
     method: Method

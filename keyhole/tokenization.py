@@ -70,13 +70,13 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     except UnicodeEncodeError as error:
         raise RequestError(
             f"the text has half a character, {text[error.start]!r}, at place {error.start}: a lone "
-            "surrogate is no Unicode text; read it again with the right encoding"
+            "surrogate is not Unicode text; read it again with the right encoding"
         ) from error
     return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
 
 
 def word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
-    """Token ids of words as they stand in a text: at its beginning, and after a space."""
+    """Token ids of words at the beginning of a text, and after a space."""
     if tokenizer is None:
         return []
     forms = [form for word in words for form in (word, f" {word.lstrip()}")]
@@ -115,8 +115,8 @@ def chat_text(
     """The text of a conversation, up to where the next message begins.
 
     settings: what else the template knows, such as {"enable_thinking": False}. RequestError for
-    what is no conversation, for parts that are not text, and for what the template does not know:
-    it would ignore it.
+    what is not a conversation, for parts that are not text, and for what the template does not
+    know: it would ignore it.
     """
     if isinstance(messages, str | Mapping) or not messages:
         what = "empty" if not messages else f"{type(messages).__name__}, not a list"
@@ -153,7 +153,7 @@ def chat_text(
 
 
 def _has_all(text: str, messages: Sequence[Message]) -> bool:
-    """Whether the contents of all messages stand in the text of the conversation."""
+    """Whether the text of the conversation contains the contents of all messages."""
     return all(str(message["content"] or "").strip() in text for message in messages)
 
 

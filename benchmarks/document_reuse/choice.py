@@ -1,12 +1,12 @@
-"""Whether SamKV's block statistics are alike along a document, and what a question holds.
+"""Whether SamKV's block statistics depend on the position in a document, and what a question keeps.
 
     python -m benchmarks.document_reuse.choice [--documents 8] [--questions 8] [--output FILE]
 
 Documents of 1,536 random words of the bundled model's language are encoded; no block of 64 differs
 from another by more than chance. Per layer: the slope of alpha over the middle blocks, from the
-middle of a document to its end, with its standard error; the same of the received attention, by its
-mean. Then questions over 4 documents of 512 words: the share of their tokens that a layer keeps,
-that any layer keeps, and for which pages are held. Adds a line to
+middle of a document to its end, with its standard error; the same of the received attention,
+divided by its mean. Then questions over 4 documents of 512 words: the share of their tokens that a
+layer keeps, that any layer keeps, and that have allocated pages. Adds a line to
 benchmarks/results/samkv-choice.jsonl.
 """
 

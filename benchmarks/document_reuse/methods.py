@@ -7,7 +7,7 @@ from typing import Any
 #: The name of a method and its settings.
 Variant = tuple[str, dict[str, Any]]
 
-#: SamKV's table 3: everything computed, everything reused, the methods in between; then ours.
+#: SamKV's table 3: everything computed, everything reused, the methods in between; then our own.
 METHODS: dict[str, Variant] = {
     "recompute": ("recompute", {}),
     "reuse, not turned": ("reuse", {"rotate": False}),

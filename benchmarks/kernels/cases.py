@@ -12,7 +12,7 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One implementation of a case. run: computes the variant of this number, and is timed.
+    """One implementation of a case. run: computes the variant with this number, and is timed.
 
     check: as `run`, for a result that must first be read back; None: `run` returns it.
     """

@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.kv_dtype
     python -m benchmarks.kernels.kv_dtype --contexts 32768 --repeat 5
 
-Engines over the same random weights, a cache for each way to store keys and values, filled with the
-same random numbers. First the attention of all layers alone, then whole decode steps under `full`;
-calls of all alternate. Adds a line to benchmarks/results/kv-dtype.jsonl.
+Engines with the same random weights have one cache for each way to store keys and values, all
+filled with the same random numbers. First the attention of all layers is timed, then whole decode
+steps under `full`; the engines take turns. Adds a line to benchmarks/results/kv-dtype.jsonl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keyhole.config import KV_DTYPES
 from keyhole.kernels import PagedQuery
 
 LINES = benchmarks.results() / "kv-dtype.jsonl"
-#: Calls of each system before those that count.
+#: Untimed calls of each system.
 _WARM_UP = 2
 
 

@@ -51,7 +51,7 @@ class Layer:
         return 2 * self.batch * self.num_kv_heads * self.dim * self.dtype.itemsize
 
     def randn(self, *size: int) -> Tensor:
-        """Normal random numbers in the layer's dtype, in memory allocated as a cache's is."""
+        """Normal random numbers in the layer's dtype, in memory that is allocated like a cache."""
         tensor = huge_pages.new_empty(torch.empty(0, dtype=self.dtype), *size)
         return tensor.normal_(generator=self.generator)
 

@@ -1,19 +1,20 @@
-"""A long prompt under a prefill policy: the time of a whole prefill, and the mass that is kept.
+"""A long prompt under a prefill policy: the time of a whole prefill, and the attention mass that is
+kept.
 
     python -m benchmarks.kernels.prefill
     python -m benchmarks.kernels.prefill --context 131072 --layers 1 --repeat 1
     python -m benchmarks.kernels.prefill --policies xattention:mass=0.9,xattention:mass=0.95
 
-Engines over the same weights compute the same prompt, densely and under each prefill policy; runs
-of all alternate. A few layers of a shape stand for all of them, as each costs the same. Adds a line
-to benchmarks/results/prefill.jsonl.
+Engines with the same weights compute the same prompt, densely and under each prefill policy, and
+take turns. A few layers of a shape are enough, because every layer costs the same. Adds a line to
+benchmarks/results/prefill.jsonl.
 
-Random weights attend to everything alike, where no sparse method can keep 95 % of the mass in few
-blocks. So keys are wide (`--key-scale`), and the prompt consists of runs of one token
-(`--run-length`): by the random products of queries and keys, a run attends to some of the others.
-How few blocks that are is a property of these weights, not of real ones: the share of blocks that
-was read stands beside every time. The mass kept is measured with dense attention weights, for
-queries spread over the last chunk, in each head and layer.
+Random weights attend to everything equally, and then no method can keep 95 % of the mass in few
+blocks. So keys are scaled up (`--key-scale`), and the prompt consists of runs of one token
+(`--run-length`): because the products of queries and keys are random, a run attends to some of the
+others. The number of blocks needed is a property of these weights, not of real ones, so every time
+is reported with the share of blocks that was read. The mass kept is measured with dense attention
+weights, for queries spread over the last chunk, in each head and layer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from keyhole.policies.prefill.xattention import XAttention
 
 LINES = benchmarks.results() / "prefill.jsonl"
 DENSE = "dense"
-#: Queries of the last chunk whose attention weights are computed, in each layer and head.
+#: Number of queries of the last chunk whose attention weights are computed, in each layer and head.
 _SAMPLED = 16
 
 
@@ -188,7 +189,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(XAttention):
-    """`inner`; of the chunk at `start` it notes the mass that the selection keeps."""
+    """Behaves like `inner`; for the chunk at `start` it records the mass that is kept."""
 
     inner: XAttention
     start: int

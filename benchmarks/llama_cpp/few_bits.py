@@ -34,7 +34,7 @@ from keyhole.retrieval.head import RetrievalHead
 
 _PROGRAM = ("python", "-m", "benchmarks.llama_cpp.few_bits")
 _PLAIN = "bfloat16"
-#: Engines beside full attention in bfloat16: a policy and a format of weights.
+#: Engines besides full attention in bfloat16: a policy and a format of weights.
 _ENGINES = (("full", "int8"), ("full", "int4"), ("delta", "int4"), ("spe_context", "int4"))
 #: Targets at 2,048 tokens and batch 1, and at 32,768 tokens by batch.
 _SHORT, _LONG, _FASTER = 2048, 32768, {1: 2.0, 8: 3.0}
@@ -89,7 +89,7 @@ def _together(
     name: str | None,
     file: LlamaFile | None,
 ) -> list[Result]:
-    """Keyhole's engines and one system of llama.cpp, in turns."""
+    """Keyhole's engines and one system of llama.cpp, taking turns."""
     model, batch = models[_PLAIN], settings.batch
     steps = WARM_UP + settings.repeat + 1
     chosen = [one for one in _ENGINES if one[0] in settings.systems]
@@ -145,7 +145,7 @@ def _together(
 
 
 def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
-    """What of the targets was measured."""
+    """The targets whose systems were measured."""
     best: dict[tuple[int, str], float] = {}
     for result in results:
         theirs = result["beside"] is not None and result["system"].startswith(result["beside"])

@@ -1,7 +1,7 @@
 """llama.cpp as a program that executes commands; run by the Python of the peers' environment.
 
-Each command and each answer is a line of JSON; numbers follow a line as raw bytes. Nothing of
-Keyhole is imported, as that environment does not have it. See `benchmarks.llama_cpp.worker`.
+Each command and each answer is a line of JSON; tensors follow it as raw bytes. Nothing of Keyhole
+is imported, because that environment does not have it. See `benchmarks.llama_cpp.worker`.
 """
 
 from __future__ import annotations

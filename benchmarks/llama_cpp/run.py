@@ -22,7 +22,7 @@ _WANTED = {1: 1.3, 8: 2.0}
 def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
     """As `keyhole.bench.decode.run`. ConfigError without llama.cpp or on a GPU."""
     device = measure.device(settings.device).type
-    require(device == "cpu", "device", device, f"cpu beside {' and '.join(SYSTEMS)}")
+    require(device == "cpu", "device", device, f"cpu with {' and '.join(SYSTEMS)}")
     with LlamaFile() as file:
         line = decode.run(settings, report, LlamaCpp(file))
         bars = targets(line["results"], settings.batch)

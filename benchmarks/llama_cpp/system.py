@@ -88,7 +88,7 @@ class Llama:
         self.cache_bytes = batch * loaded["cells"] * self._token_bytes
 
     def fill(self, numbers: RandomKV) -> None:
-        """Loads the past of all sequences, one after the other."""
+        """Loads the keys and values of all sequences, one after the other."""
         size = state.num_bytes(numbers)
         for sequence in range(numbers.batch):
             pieces = state.pieces(numbers, sequence, transposed=not self._flash)

@@ -35,7 +35,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "SpeContext's table 3 is about whole answers: as many requests at once as fit in memory\n"
         "with the weights, steps timed at 4 lengths along the answer, and their times integrated;\n"
         "prompts are not counted. With 24 GB only one request fits, so the target there is for\n"
-        "`spe_context_below`: its layers are offloaded as texts grow, as many requests run as\n"
+        "`spe_context_below`: its layers are offloaded as sequences grow, as many requests run as\n"
         "memory and 32 GiB of the host allow, and its head selects about four of five tokens\n"
         "again at the next step, as in the paper's figure 6b.\n"
         f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
@@ -130,9 +130,9 @@ def _found(name: str, target: SpeedTarget, line: Line | None) -> list[str]:
     for entry in line["bars"]:
         if entry["bar"] == said:
             if (slow := _slow(target, line["speeds"])) is not None:
-                return ["–", f"{entry['value']:.2f}, which says nothing: {slow}"]
+                return ["–", f"{entry['value']:.2f}, not meaningful: {slow}"]
             return [entry["wanted"], f"{entry['value']:.2f}{'' if entry['met'] else ' (missed)'}"]
-    return [wanted, "not there"]
+    return [wanted, "not measured"]
 
 
 def _slow(target: SpeedTarget, speeds: Mapping[str, float]) -> str | None:

@@ -35,7 +35,7 @@ from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, r
 
 Line = dict[str, Any]
 
-#: Memory of a small run, in addition to the reserve of every run: some requests, some layers.
+#: Memory of a small run, in addition to the reserve of every run: for a few requests and layers.
 _SMALL_BYTES = RESERVE_BYTES + (1 << 19)
 _ATTENTION = {None: ALL, PAGE_SIZE: PAGES, 1: TOKENS}
 

@@ -177,15 +177,15 @@ def _long_prompt(of: str = "spe_context") -> tuple[SpeedTarget, ...]:
     )
 
 
-#: Without offloading one request fits; these targets measure what makes room for more.
+#: For targets with offloading; without it, only one request fits.
 _BELOW = "spe_context_below"
 
 _OF_LONG_PROMPTS = (
     f"For a long prompt the targets are the paper's own ratios of that column "
     f"({_long_prompt()[0].wanted} over Flash Attention,\n{_long_prompt()[1].wanted} over "
     f"FlashInfer), not those of its long answers ({_long_answer()[0].wanted} over eager, "
-    f"{_long_answer()[1].wanted}): over eager\n"
-    "attention the paper has no ratio there, as that was out of memory."
+    f"{_long_answer()[1].wanted}): the paper has\n"
+    "no ratio over eager attention there, because eager attention ran out of memory."
 )
 
 HEADLINES: dict[str, Headline] = {
@@ -217,7 +217,7 @@ HEADLINES: dict[str, Headline] = {
     ),
     "spe_context_edge": Headline(
         source="SpeContext, figure 10b",
-        about="Llama-3.2-1B, one text of 34,816 tokens, 4 GB for weights and cache, budget 2,048",
+        about="Llama-3.2-1B, 1 sequence of 34,816 tokens, 4 GB for weights and cache, budget 2,048",
         settings=OffloadSettings(
             shape="llama-3.2-1b",
             context=34 * 1024,
@@ -232,8 +232,8 @@ HEADLINES: dict[str, Headline] = {
             SpeedTarget(of=ELASTIC, by="transformers_offloaded", wanted=1.0),
             SpeedTarget(of=ELASTIC, by=NO_ELASTIC, wanted=1.0),
         ),
-        note="For one text of 34,816 tokens the head of random weights chooses about four of five\n"
-        "tokens again at the next step, as in SpeContext's figure 6b.",
+        note="At 34,816 tokens the head with random weights selects about four of five tokens\n"
+        "again at the next step, as in SpeContext's figure 6b.",
     ),
     "kernels": _kernels(64),
     "sam_kv_first_token": Headline(

@@ -17,8 +17,8 @@ _HEADS = (
     "right, %",
     "keys, %",
     "KiB",
-    "to fixed",
-    "as right from, KiB",
+    "gain on fixed",
+    "matched at, KiB",
 )
 
 
@@ -58,18 +58,20 @@ def section(found: Sequence[Cell]) -> list[str]:
         if known
         else "No point can be compared yet."
     )
-    verdict += f" In {cheaper} of {len(own)} a fixed budget is as right for fewer bytes."
+    verdict += (
+        f" In {cheaper} of {len(own)} a fixed budget has as many right answers for fewer bytes."
+    )
     return [
-        "### Budgets that follow the text",
+        "### Adaptive budgets",
         paragraph(
-            "With `recall` a policy reads only as much as holds that share of its scores: here "
-            "from about a sixteenth to a half of the length. *To fixed* compares with the curve of "
-            "the same policy's fixed budgets at as many bytes, in points: on a line between the "
-            "two budgets next to it, over the logarithm of bytes; above the largest budget with "
-            "that one, below the smallest not at all. *As right from*: what the least fixed "
-            f"budget reads that has as many right answers. {verdict} The rows of `delta` "
-            "say what is read, and nothing of what the choice is worth: with layers 0 to 2 dense "
-            "its answers hardly depend on the budget."
+            "With the setting `recall` a policy reads only as many tokens as hold that share of "
+            "its scores: here from about a sixteenth to a half of the length. *Gain on fixed* is "
+            "the difference in points to the same policy's fixed budgets at as many bytes: "
+            "interpolated between the two neighbouring budgets, over the logarithm of bytes; "
+            "compared with the largest budget above it, and missing below the smallest. *Matched "
+            "at*: bytes read by the smallest fixed budget with at least as many right answers. "
+            f"{verdict} The rows of `delta` show what is read, but not whether the selection "
+            "matters: with layers 0 to 2 dense its answers hardly depend on the budget."
         ),
         written(_HEADS, rows),
     ]

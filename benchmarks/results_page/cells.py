@@ -43,13 +43,13 @@ ASKED = {
     "tiny_documents_two_hop": PageTask(
         title="Two hops over documents",
         setup="question",
-        about=f"The first half of the answer stands in one of three documents, the second in "
+        about=f"The first half of the answer is in one of three documents, the second in "
         f"another. {_READ}",
     ),
     "tiny_multikey": PageTask(
         title="Key and value",
         setup="question",
-        about=f"One fact of a text that is nothing but facts which look alike. {_READ}",
+        about=f"One fact from a text that consists only of similar facts. {_READ}",
     ),
 }
 """The tasks in the order of the page."""

@@ -48,7 +48,7 @@ TERMS = {
     ),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
-OUTSIDE, BESIDE = "outside_budget", "beside"
+OUTSIDE, EXTRA = "outside_budget", "extra"
 _READ = "The text is read with full attention; the question and the answer run under the policy."
 #: The tasks, in the order of the page.
 TASKS = {
@@ -84,7 +84,7 @@ def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) ->
     if not parts:
         return []
     return [
-        "## Methods beside their controls",
+        "## Methods and their controls",
         paragraph(
             "Three controls keep a method's dense layers, its first tokens and its budget. In "
             "all other layers, *recent* reads the newest tokens, *random* reads tokens drawn "
@@ -95,7 +95,7 @@ def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) ->
             "at this length and budget, and they are not ranked there. Intervals are Wilson's "
             "for a share and Newcombe's for a paired difference, at 95 %; p is that of "
             "McNemar's exact test. A gain in bold is significant at 5 % for the whole table "
-            f"(Holm). {NOTHING} means not measured; {BESIDE!r} means that a method reads tokens "
+            f"(Holm). {NOTHING} means not measured; {EXTRA!r} means that a method reads tokens "
             "that its budget does not count and its controls do not have, so no gain can be "
             "given. Step times were measured on a machine with other work."
         ),
@@ -133,7 +133,7 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
 
     def gain(line: Line, found: Comparison | None) -> str:
         if line.get(OUTSIDE):
-            return BESIDE
+            return EXTRA
         if found is None or found.gain is None:
             return NOTHING
         if found.can_tell is False:
@@ -143,7 +143,7 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
 
     def distance(line: Line, found: Comparison | None) -> str:
         if line.get(OUTSIDE):
-            return BESIDE
+            return EXTRA
         return NOTHING if found is None else percent(found.distance)
 
     details = comparisons.controls_table(_sorted(lines), [])

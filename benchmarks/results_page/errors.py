@@ -10,22 +10,22 @@ from benchmarks.results_page.text import image, paragraph, percent, written
 from keyhole.eval.line_file import Line
 from keyhole.eval.report.plot_style import NOTHING
 
-#: What a method cannot read by design, however much a word needs it; not a measurement.
+#: What a method cannot read by design, even if a word needs it; not a measurement.
 _HIDDEN = {
-    "sliding_window": "what stands before the window",
-    "streaming_llm": "what stands between the first tokens and the window",
-    "quest": "pages whose bounds promise less than those of others",
-    "delta": "pages that the choosing layer does not attend to, though a later one may want to",
+    "sliding_window": "tokens before the window",
+    "streaming_llm": "tokens between the first tokens and the window",
+    "quest": "pages whose upper bounds are below those of others",
+    "delta": "pages that the selection layer does not attend to, even if a later layer would",
     "tidal_decode": "tokens that the choosing layer does not attend to",
     "omnikv": "tokens that the choosing layer does not attend to",
-    "infllm": "blocks whose few representative tokens do not stand out",
+    "infllm": "blocks whose few representative tokens score low",
     "raas": "pages of the answer that no step has needed for long; beside a prompt that fills the "
     "budget, all of the answer but its newest page",
-    "clusterkv": "tokens whose cluster's mean says little of them",
-    "shadowkv": "chunks whose mean key says little of them; of the others of the prompt it reads "
-    "keys of low rank",
+    "clusterkv": "tokens that are unlike the mean of their cluster",
+    "shadowkv": "chunks that are unlike their mean key; of the prompt's other chunks it reads "
+    "low-rank keys",
     "seer_attention_r": "pages whose gate score is lower than that of others",
-    "spe_context": "tokens that the retrieval head does not point at, in all layers alike",
+    "spe_context": "tokens that the retrieval head does not select, in all layers",
 }
 _HEADS = (
     "method",

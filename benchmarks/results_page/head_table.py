@@ -20,7 +20,7 @@ _CLEAR = 0.01
 def tables(line: Line) -> str:
     """A table per budget: a row per selector, a column per length, percent of the attention.
 
-    A star marks a head that is not clearly above the window.
+    A star marks a head that is less than `_CLEAR` points above the window.
     """
     cells = {(c["chooser"], c["budget"], c["length"]): c["recall"] for c in line["results"]}
     names = list(dict.fromkeys(c["chooser"] for c in line["results"]))

@@ -148,21 +148,21 @@ def _adaptive(line: Line) -> list[str]:
         for part in line["parts"]
     ]
     heads = [
-        "tokens of a text",
+        "tokens per sequence",
         "layers offloaded, adaptive",
         "KiB loaded per step, adaptive",
         "all offloaded",
-        "step time, adaptive by all offloaded",
+        "step time, adaptive / all offloaded",
     ]
     return [
-        "### SpeContext: layers offloaded as texts grow, or all of them (figure 11 of its paper)",
+        "### SpeContext: layers offloaded as sequences grow, or all (figure 11 of its paper)",
         paragraph(
             f"{line['texts']} derivations of {line['words']:,} tokens at once under a budget of "
             f"{line['budget']}, in {line['share']:.0%} of the memory that all their keys and "
             "values need. Both engines write the same tokens; their steps take turns. Times are "
             "medians over pairs of neighbouring steps, with quartiles. Layers are offloaded to a "
-            "file that stays in the page cache, so that loading costs little here: the bytes "
-            "are what a slower bus would feel."
+            "file that stays in the page cache, so loading costs little here; on a slower bus the "
+            "bytes matter more."
         ),
         written(heads, rows),
         source([line]),

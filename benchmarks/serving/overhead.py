@@ -16,13 +16,10 @@ import argparse
 import asyncio
 import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,17 +30,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from benchmarks.serving.server import load, serving
 from benchmarks.serving.soak import children
 from keyhole import LLM, SamplingParams
 from keyhole.bench import measure
-from keyhole.bench.serve import measure_load
-from keyhole.bench.settings import SHAPES, ServeSettings
+from keyhole.bench.settings import SHAPES
 from keyhole.eval.line_file import LineFile
 
 _BATCHES = (8, 32)
 _HELD = 512
 #: Memory of each KV cache: both engines are in memory.
 _MEMORY = "1GiB"
+_FLAGS = ("--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD), "--no-prefix-cache")
+_FLAGS += ("--memory", _MEMORY, "--no-page")
 #: Targets: share of the engine's tokens per second, and added milliseconds to the first token.
 _SHARE, _LATER_MS = 0.95, 5.0
 
@@ -72,7 +71,7 @@ def main() -> None:
             model = stack.enter_context(TemporaryDirectory(prefix="keyhole-"))
             save_random(arguments.shape, Path(model))
         llm = LLM(model, max_batch=max(_BATCHES), prefix_cache=False, memory=_MEMORY)
-        address, server = stack.enter_context(serving(model))
+        address, server = stack.enter_context(serving(model, *_FLAGS))
         line |= {"model": arguments.shape or "tiny", "settings": vars(arguments)}
         line["results"] = [_batch(llm, address, server, n, arguments) for n in _BATCHES]
         line["results"].append(_first_token(llm, address, arguments))
@@ -93,30 +92,6 @@ def save_random(shape: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(keyhole.tiny()).save_pretrained(folder)
 
 
-@contextmanager
-def serving(model: str) -> Iterator[tuple[str, int]]:
-    """The address and the process id of `keyhole serve`."""
-    flags = ["--port", "0", "--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD)]
-    flags += ["--no-prefix-cache", "--memory", _MEMORY, "--no-page"]
-    command = [sys.executable, "-m", "keyhole", "serve", model, *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            found = re.search(r" at (http://\S+)/v1", line)
-            if found:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        # The log is read so that the server never blocks on a full pipe.
-        reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
-        try:
-            yield found[1], server.pid
-        finally:
-            server.terminate()
-            server.wait()
-            reader.wait()
-
-
 def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     size = llm.engine.model.vocab_size
@@ -125,19 +100,6 @@ def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[dict[str, Any
 
 def _params(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-
-
-def _load(address: str, count: int, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    settings = {
-        "url": address,
-        "requests": count,
-        "concurrency": count,
-        "prompt_length": str(arguments.prompt),
-        "answer_length": str(arguments.answer),
-    }
-    found = asyncio.run(measure_load(ServeSettings(**settings | more)))
-    result: dict[str, Any] = found["results"][0]
-    return result
 
 
 def _batch(
@@ -157,7 +119,7 @@ def _batch(
 
     def served(seed: int) -> None:
         mine, theirs = time.process_time(), _cpu_seconds(server)
-        http.append(_load(address, count, arguments, seed=seed)["tokens_per_s"])
+        http.append(asyncio.run(load(address, count, arguments, seed=seed))["tokens_per_s"])
         used["client"].append((time.process_time() - mine) / tokens)
         for name, now, then in zip(
             ("server", "server_http"), _cpu_seconds(server), theirs, strict=False
@@ -200,7 +162,7 @@ def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[
         next(stream := llm.stream(prompt, _params(2)))
         engine.append(1e3 * (time.perf_counter() - begin))
         stream.close()
-        found = _load(address, 1, arguments, answer_length="2", seed=seed)
+        found = asyncio.run(load(address, 1, arguments, answer_length="2", seed=seed))
         http.append(found["first_token_ms"]["p50"])
     later = [b - a for a, b in zip(engine[1:], http[1:], strict=True)]
     return {
@@ -213,7 +175,7 @@ def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[
 
 def _held(address: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs many concurrent streams, of which none may be dropped."""
-    found = _load(address, _HELD, arguments, answer_length="16")
+    found = asyncio.run(load(address, _HELD, arguments, answer_length="16"))
     return {"kind": "held", "connections": _HELD, **found}
 
 

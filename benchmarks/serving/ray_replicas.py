@@ -5,11 +5,11 @@ and with two servers without Ray.
     .venv-ray/bin/python -m benchmarks.serving.ray_replicas --output benchmarks/results/ray.jsonl
 
 The systems run the same random model with one thread for each engine and take turns: single first
-tokens, then rounds of streams. Two servers, each with half of the clients, show what the machine
-gives for a second engine when Ray costs nothing. Client, servers, replicas and all of Ray's own
-processes share the cores; the result is the median of the rounds' ratios. `cpu` in a result is the
-CPU time of each kind of process per second. Ray runs with the settings for high throughput of
-docs/ray.md, unless the environment has others.
+tokens, then rounds of streams. Two servers without Ray, each with half of the clients, show what a
+second engine gains on this machine. Client, servers, replicas and all of Ray's own processes share
+the cores; the result is the median of the rounds' ratios. `cpu` in a result is the CPU time of each
+kind of process per second. Ray runs with the settings for high throughput of docs/ray.md, unless
+the environment has others.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# Ray lowers its priority (nice 15); here it is compared with a program that does not.
+# Ray lowers its priority (nice 15) by default; the program that it is compared with does not.
 os.environ |= {"RAY_worker_niceness": "0"}
 # For high throughput, as docs/ray.md recommends; unless the environment has other values.
 os.environ |= {
@@ -47,16 +45,15 @@ from ray import serve
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import keyhole
+from benchmarks.serving.server import load, serving
 from keyhole.bench import measure
-from keyhole.bench.serve import measure_load
-from keyhole.bench.settings import ServeSettings
 from keyhole.eval.line_file import LineFile
 from keyhole.integrations.ray import app
 
 _LATER_MS, _TIMES = 10.0, 1.9
 _PORT = 18356
 _ENGINE = {"memory": "512MiB", "prefix_cache": False}
-#: How the processes of Ray are recognised by their command lines; the first that fits.
+#: Patterns that recognise Ray's processes by their command lines; the first match counts.
 _PROCESSES = {
     "replicas": ":Replica",
     "front": ":Front",
@@ -97,8 +94,8 @@ def main() -> None:
             "stream_interval": arguments.stream_interval,
         }
         with (
-            serving(folder, engine) as alone,
-            serving(folder, engine) as second,
+            serving(folder, *_flags(engine)) as (alone, _),
+            serving(folder, *_flags(engine)) as (second, _),
             replicas(folder, engine) as both,
         ):
             line["results"] = [
@@ -132,23 +129,11 @@ def make_model(folder: str, hidden: int) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-@contextmanager
-def serving(model: str, engine: dict[str, Any]) -> Iterator[str]:
-    """The address of one `keyhole serve`."""
-    command = [sys.executable, "-m", "keyhole", "serve", model, "--port", "0", "--no-prefix-cache"]
-    for name in ("memory", "max_batch", "stream_interval"):
-        command += [f"--{name.replace('_', '-')}", str(engine[name])]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        found = next(filter(None, (re.search(r" at (http://\S+)/v1", x) for x in server.stderr)))
-        # The log is read so that the server never blocks on a full pipe.
-        reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
-        try:
-            yield found[1]
-        finally:
-            server.terminate()
-            server.wait()
-            reader.wait()
+def _flags(engine: dict[str, Any]) -> list[str]:
+    """The same engine for `keyhole serve`."""
+    names = ("memory", "max_batch", "stream_interval")
+    each = [(f"--{name.replace('_', '-')}", str(engine[name])) for name in names]
+    return ["--no-prefix-cache", *(text for flag in each for text in flag)]
 
 
 @contextmanager
@@ -170,27 +155,12 @@ def replicas(model: str, engine: dict[str, Any]) -> Iterator[str]:
         ray.shutdown()
 
 
-async def _load(
-    address: str, count: int, arguments: argparse.Namespace, **more: Any
-) -> dict[str, Any]:
-    settings = {
-        "url": address,
-        "requests": count,
-        "concurrency": count,
-        "prompt_length": str(arguments.prompt),
-        "answer_length": str(arguments.answer),
-    }
-    found = await measure_load(ServeSettings(**settings | more))
-    result: dict[str, Any] = found["results"][0]
-    return result
-
-
 def _first_token(alone: str, both: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds to the first token of a single request."""
     found: dict[str, list[float]] = {alone: [], both: []}
     for seed in range(arguments.first_tokens + 3):
         for address in (both, alone) if seed % 2 else (alone, both):
-            got = asyncio.run(_load(address, 1, arguments, answer_length="2", seed=seed))
+            got = asyncio.run(load(address, 1, arguments, answer_length="2", seed=seed))
             found[address].append(got["first_token_ms"]["p50"])
     server, cluster = found[alone][3:], found[both][3:]  # three warm up
     return {
@@ -212,7 +182,7 @@ def _throughput(systems: dict[str, list[str]], arguments: argparse.Namespace) ->
     found: dict[str, list[float]] = {name: [] for name in systems}
     used: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     for seed in range(arguments.rounds + 1):  # the first one warms up
-        # In another order each time, so that drift favours none.
+        # In another order each time, so that drift favours no system.
         for name in list(systems)[:: -1 if seed % 2 else 1]:
             before, begin = _cpu_seconds(), time.perf_counter()
             asyncio.run(_round(systems[name], clients, seed, arguments))
@@ -244,7 +214,7 @@ async def _round(
     each = clients // len(addresses)
     await asyncio.gather(
         *(
-            _load(
+            load(
                 address,
                 arguments.repeats * each,
                 arguments,
@@ -257,7 +227,7 @@ async def _round(
 
 
 def _cpu_seconds() -> dict[str, float]:
-    """CPU seconds of this process and of each kind of process beside it."""
+    """CPU seconds of this process and of each other kind of process."""
     found = {"client": time.process_time()}
     for place in Path("/proc").glob("[0-9]*"):
         try:

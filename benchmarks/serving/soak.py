@@ -18,17 +18,17 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import aiohttp
+
+from benchmarks.serving.server import serving
 
 _PART = 1000
 #: Concurrent clients.
@@ -53,7 +53,7 @@ def main() -> None:
     notes: list[dict[str, Any]] = kept["notes"]
     # A new process has new memory, so earlier parts count only as done.
     begun = len(notes)
-    with serving(arguments.documents) as (address, process):
+    with serving(*_flags(arguments.documents)) as (address, process):
         while len(notes) * _PART < arguments.requests:
             count = min(_PART, arguments.requests - len(notes) * _PART)
             notes.append(asyncio.run(part(address, process, count, seed=len(notes))))
@@ -68,25 +68,11 @@ def main() -> None:
     sys.exit(bool(faults))
 
 
-@contextmanager
-def serving(documents: str | None) -> Iterator[tuple[str, int]]:
-    """The address and the process id of `keyhole serve` on the bundled model."""
-    flags = ["--port", "0", "--max-batch", "16", "--memory", "64MiB", "--max-body", "1000000"]
+def _flags(documents: str | None) -> list[str]:
+    flags = ["--max-batch", "16", "--memory", "64MiB", "--max-body", "1000000"]
     # Some of the invalid requests ask for as much as possible.
     flags += ["--max-queue", "64", "--max-length", "512"]
-    flags += ["--documents", documents] if documents else []
-    command = [sys.executable, "-m", "keyhole", "serve", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        lines = iter(server.stderr)
-        address = next(m[1] for line in lines if (m := re.search(r" at (http://\S+)/v1", line)))
-        reader = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
-        try:
-            yield address, server.pid
-        finally:
-            server.terminate()
-            server.wait()
-            reader.wait()
+    return [*flags, "--documents", documents] if documents else flags
 
 
 def grown(notes: list[dict[str, Any]]) -> list[str]:

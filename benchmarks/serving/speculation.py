@@ -1,13 +1,14 @@
-"""Tokens per second with an EAGLE-3 draft beside full attention without one, on a CPU, at batch 1.
+"""Tokens per second with an EAGLE-3 draft, compared with full attention without one, on a CPU at
+batch 1.
 
     python -m benchmarks.serving.speculation
 
-A Llama of a given shape and a draft of one layer, with 32,000 of the tokens as its vocabulary, both
-of random weights in bfloat16, over a cache of random keys and values. Everything that speculation
-computes is computed: the draft, the choice by its attention, and the step over 1 + K rows. Random
-weights accept nothing, so acceptance is replayed: each proposed token in turn counts as right with
-the probability `--accept`, whatever the model sampled. Published drafts of Llama 3.1 8B reach 0.75
-to 0.8 on chat and code.
+The model is a Llama of a given shape, the draft one layer with a vocabulary of 32,000 of its
+tokens. Both have random weights in bfloat16, and the cache holds random keys and values. Everything
+that speculation needs is computed: the draft, the selection by its attention, and the step over 1 +
+K rows. Random weights would accept nothing, so acceptance is simulated: each proposed token in turn
+counts as right with the probability `--accept`, regardless of what the model sampled. Published
+drafts of Llama 3.1 8B reach 0.75 to 0.8 on chat and code.
 
 Three systems take turns, a few steps each: `full`, `full` with the draft, and `spe_context` with
 the draft. Targets: at least 1.8 times the tokens per second of `full` at 2,048 tokens, and at least
@@ -89,7 +90,9 @@ def main() -> int:
 
 @torch.no_grad()
 def random_draft(model: Model) -> DraftModel:
-    """A draft as published ones are: one layer like the model's, an MLP as wide, 32,000 tokens."""
+    """A draft like published ones: one layer of the model's width with an equally wide MLP, and
+    32,000 tokens.
+    """
     target, config = Target.of(model.network), model.network.config
     head_config = HeadConfig(
         vocab_size=target.vocab_size,
@@ -163,7 +166,7 @@ class DecodedSystem:
         self.tokens.append(len(self.sequence.tokens) - before)
 
     def summary(self, steps: int) -> dict[str, Any]:
-        """Medians over rounds, but for the tokens of a step, whose mean acceptance decides."""
+        """Medians over rounds; for tokens per step the mean, because acceptance is random."""
         ms = [1e3 * seconds / steps for seconds in self.seconds]
         per_step = sum(self.tokens) / (steps * len(self.tokens))
         return {
@@ -175,7 +178,7 @@ class DecodedSystem:
 
 
 def compare(model: Model, draft: DraftModel, context: int, args: Any) -> dict[str, Any]:
-    """The systems over one context, in turns."""
+    """The systems at one context, taking turns."""
     names = ["full", "full+draft", "spe_context+draft"]
     systems = [DecodedSystem(name, model, draft, context, args) for name in names]
     dice = random.Random(0)

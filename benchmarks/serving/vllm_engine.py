@@ -3,8 +3,9 @@
     python -m benchmarks.serving.vllm_engine SETTINGS    # JSON: see `start`; used by `vllm_plugin`
 
 Every line of standard input is a command, a JSON object with the arguments of `DecodeTimer.decode`,
-and is answered by a line. The prompts are not computed: a KV connector says that their keys and
-values are there, and the pages hold random numbers from the start. Every byte is read all the same.
+and is answered by a line. The prompts are not computed: a KV connector claims that their keys and
+values are in the pages, which hold random numbers from the start. Steps read as many bytes as with
+real ones.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from keyhole.integrations.vllm.counters import ReadCounts
 from keyhole.integrations.vllm.settings import read_settings
 from keyhole.integrations.vllm.step_rows import Requests, step_rows
 
-#: Of a page: vLLM's CPU backend reads pages of multiples of 32 tokens.
+#: Tokens per page: vLLM's CPU backend needs a multiple of 32.
 PAGE_SIZE = 32
-#: Steps that are not timed: the last token of the prompt, and the first decoded token.
+#: Untimed steps: the last token of the prompt, and the first decoded token.
 _WARM_UP = 2
 _FULL = "full"
 
@@ -46,21 +47,21 @@ class FilledPrompts(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """They are there at once."""
+        """All tokens except the last one, available at once."""
         return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Whatever the blocks hold is taken."""
+        """Does nothing: the contents of the blocks are used as they are."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing is to be done."""
+        """Empty metadata."""
         return KVConnectorMetadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Does nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -72,8 +73,9 @@ class FilledPrompts(KVConnectorBase_V1):
 
 
 def start(settings: dict[str, Any]) -> vllm.LLM:
-    """settings: shape, a name of SHAPES; pages and length, most of all requests and tokens of one;
-    batch, most requests; plugin, whether Keyhole's is loaded; eager, without torch.compile.
+    """settings: shape, a name of SHAPES; pages, the most of all requests; length, the most tokens
+    of one; batch, the most requests; plugin, whether to load Keyhole's; eager, without
+    torch.compile.
     """
     fields = {"model_type": "llama"} | SHAPES[settings["shape"]]
     config = AutoConfig.for_model(**fields, max_position_embeddings=settings["length"])
@@ -110,7 +112,7 @@ def _page_bytes(config: Any) -> int:
 
 
 def _fill(worker: Any) -> None:
-    """Random numbers in all pages, another part of a sample in each."""
+    """Fills all pages with random numbers: a different part of one sample in each."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(1 << 24, generator=generator).to(torch.bfloat16)
     for cache in worker.model_runner.kv_caches:
@@ -132,9 +134,9 @@ class DecodeTimer:
     def decode(
         self, batch: int, context: int, steps: int, policy: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Milliseconds of decode steps of `batch` requests behind `context` tokens.
+        """Milliseconds of decode steps of `batch` requests after `context` tokens.
 
-        policy: what `additional_config` names; None for an engine without the plugin.
+        policy: as in `additional_config`; None for an engine without the plugin.
         """
         if policy is not None:
             self._use(policy)
@@ -156,10 +158,10 @@ class DecodeTimer:
         return {"step_ms": times[_WARM_UP:], "attended_fraction": _share(before, self._counts())}
 
     def _use(self, policy: dict[str, Any]) -> None:
-        """Runs the next steps under a policy. Its adapter is made at its first use.
+        """Runs the next steps under a policy, whose adapter is created at its first use.
 
-        An engine is started under `full` alone: Quest's would be refused, because pages that a
-        connector brings have no bounds. Here they are computed from the pages.
+        The engine is started under `full`. With Quest it would be refused, because pages that a
+        connector fills have no bounds; here the bounds are computed from the pages.
         """
         key = json.dumps(policy)
 
@@ -182,7 +184,7 @@ class DecodeTimer:
         self._llm.collective_rpc(use)
 
     def _counts(self) -> ReadCounts | None:
-        """What all steps have read so far; None without the plugin."""
+        """The counters of all steps so far; None without the plugin."""
         if not self._plugin:
             return None
 
@@ -195,7 +197,7 @@ class DecodeTimer:
 
 
 def _share(before: ReadCounts | None, after: ReadCounts | None) -> float | None:
-    """Share of the keys that was read in between. The adapters count in one place."""
+    """Share of the keys that was read in between; all adapters share the counters."""
     if before is None or after is None:
         return None
     there = after.keys_there - before.keys_there

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs/vllm.md"
 
 
 def section(line: dict[str, Any]) -> str:
-    """A table of step times and ratios, what was to be reached, and how it was measured."""
+    """A table of step times, ratios and targets, and how it was measured."""
     rows = [
         "| prompt | batch | policy | keys read | vLLM alone | with the plugin | ratio | target |"
     ]

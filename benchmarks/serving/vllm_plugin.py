@@ -1,10 +1,10 @@
-"""What the plugin costs and what it saves: decode steps of vLLM with it and of vLLM alone.
+"""The cost and the gain of the plugin: decode steps of vLLM with it, and of vLLM alone.
 
     make test-vllm ARGS=--collect-only  # sets up .venv-vllm
     .venv-vllm/bin/python -m benchmarks.serving.vllm_plugin --output benchmarks/results/vllm.jsonl
 
 Two engines, each in a process of its own, take turns: vLLM without the plugin, and vLLM with it,
-which runs one policy after another. What counts is the median of the rounds' ratios. Weights, and
+which runs one policy after another. The result is the median of the rounds' ratios. Weights, and
 the keys and values of the prompts, are random (`vllm_engine`): no prompt is computed.
 """
 
@@ -28,7 +28,7 @@ from keyhole.bench import measure
 from keyhole.bench.settings import SHAPES
 from keyhole.eval.line_file import LineFile
 
-#: Share of vLLM's tokens per second, if the budget covers the length.
+#: Target: share of vLLM's tokens per second if the budget covers the length.
 _SHARE = 0.95
 _POLICIES = ("delta", "quest")
 _PAGE_SIZE = 32
@@ -76,12 +76,12 @@ def main() -> None:
 
 
 def asked(token_budget: int) -> dict[str, dict[str, Any]]:
-    """The policies and what `additional_config` says of them."""
+    """The policies, and the values of `additional_config` for them."""
     return {name: {"policy": name, "token_budget": token_budget} for name in _POLICIES}
 
 
 class Remote:
-    """An engine in another process, which starts while others do."""
+    """An engine in another process; several can start at the same time."""
 
     def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
         self._process, self._log, self._ready = process, log, False
@@ -105,7 +105,7 @@ class Remote:
 
 @contextmanager
 def engine(arguments: argparse.Namespace, *, plugin: bool) -> Iterator[Remote]:
-    """An engine of vLLM; without the plugin none is loaded."""
+    """An engine of vLLM, with Keyhole's plugin or without any plugin."""
     longest = max(arguments.context, arguments.covered) + arguments.steps + _PAGE_SIZE
     batch = max(arguments.batches)
     pages = batch * -(-longest // _PAGE_SIZE) + 2  # vLLM keeps one
@@ -145,7 +145,7 @@ def compare(
     policies: dict[str, dict[str, Any]],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Milliseconds of a decode step by system, and how many of its steps one of vLLM's takes."""
+    """Milliseconds of a decode step by system, and the time of vLLM's step divided by each."""
     given = {"batch": batch, "context": context, "steps": arguments.steps}
     times: dict[str, list[float]] = {}
     shares: dict[str, float] = {}

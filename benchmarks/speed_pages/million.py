@@ -14,11 +14,11 @@ from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, picture
 Line = dict[str, Any]
 
 PICTURE = "million.png"
-#: A step over the most tokens takes at most this many times one over the fewest.
+#: Target: a step at the most tokens takes at most this many times as long as at the fewest.
 _TARGET = 2.0
 _HEADS = [
-    "shape", "policy", "tokens", "step", "by the shortest", "in memory", "on disk", "already there",
-    "loaded per step", "peak by plan",
+    "shape", "policy", "tokens", "step", "relative to shortest", "in memory", "on disk", "hit rate",
+    "loaded per step", "peak / plan",
 ]  # fmt: skip
 
 
@@ -36,22 +36,23 @@ def section(lines: Sequence[Line]) -> list[str]:
     return [
         "## A million tokens",
         f"![Time of a decode step against tokens](images/{PICTURE})",
-        "A decode step over keys and values of 8 bits, with weights, cache and a step's\n"
-        f"activations in a fixed memory ({_memories(found)})\n"
-        "and the layers that do not fit in files.\n"
-        "The cache holds random numbers: consecutive selections have nothing in common, which is\n"
-        "the worst case of loading. Each process ran under an RLIMIT_DATA of its program, this\n"
-        "memory, 5 % (at least 32 MiB) and 128 bytes a token, and finished. The step is a mean\n"
-        "over whole periods of `refresh_every`. *Already there*: selected tokens that were in the\n"
-        "buffers of offloaded layers. *Peak by plan*: the largest private memory of the process,\n"
-        "less that of the program, divided by the most that the plan has while a sequence grows\n"
-        "to this length:",
+        "A decode step with keys and values in 8 bits. Weights, cache and a step's activations\n"
+        f"have a fixed memory ({_memories(found)});\n"
+        "layers that do not fit are offloaded to files.\n"
+        "The cache holds random numbers, so consecutive selections have nothing in common: the\n"
+        "worst case for loading. Each process was limited (RLIMIT_DATA) to the memory of the\n"
+        "program, this memory, 5 % (at least 32 MiB) and 128 bytes per token, and finished. The\n"
+        "step is a mean over whole periods of `refresh_every`. *Relative to shortest*: divided\n"
+        "by the step at the shortest length. *Hit rate*: the share of selected tokens that were\n"
+        "in the buffers of offloaded layers. *Peak / plan*: the largest private memory of the\n"
+        "process, without that of the program, divided by the largest size that the plan\n"
+        "predicts while a sequence grows to this length:",
         tables.written(_HEADS, [_cells(line, found) for line in found]),
         *_targets(found),
         "The plan counts weights, keys, values, side data, buffers and a step's activations. It\n"
-        "does not count what a sequence takes beside them: token ids, entries of the prefix cache\n"
-        "and attention scores, 100 to 250 bytes a token, beside 0.9 KiB of keys and values of the\n"
-        "bundled model and 17 KiB of the 1B shape.",
+        "does not count what else a sequence needs: token ids, entries of the prefix cache\n"
+        "and attention scores, 100 to 250 bytes per token. Keys and values take 0.9 KiB per\n"
+        "token in the bundled model, and 17 KiB in the 1B shape.",
         _about(found),
     ]
 
@@ -123,12 +124,15 @@ def _cells(line: Line, lines: Sequence[Line]) -> list[str]:
 
 
 def _targets(lines: Sequence[Line]) -> list[str]:
-    """For each shape under SpeContext, the longest length by the shortest, and the target."""
+    """For each shape under SpeContext, the step time at the longest length divided by that at the
+    shortest, and the target.
+    """
     longest = {_key(line["settings"])[:2]: line for line in lines}
     said = [
-        f"- {shape}, `{system}`, {line['settings']['length']:,} tokens by "
-        f"{_shortest(line, lines)['settings']['length']:,}: {_ratio(line, lines):.2f}, target <= "
-        f"{_TARGET:g}{'' if _ratio(line, lines) <= _TARGET else ' (missed)'}"
+        f"- {shape}, `{system}`: a step at {line['settings']['length']:,} tokens takes "
+        f"{_ratio(line, lines):.2f} times as long as at "
+        f"{_shortest(line, lines)['settings']['length']:,}, target <= {_TARGET:g}"
+        f"{'' if _ratio(line, lines) <= _TARGET else ' (missed)'}"
         for (shape, system), line in longest.items()
         if system.startswith("spe_context")
     ]

@@ -14,9 +14,7 @@ from keyhole.drawing import FAINT, INK, picture
 Line = dict[str, Any]
 
 PICTURE = "offload.png"
-_MOVED = "policy;budget;repeated;already there;moved per step;without elastic;right words".split(
-    ";"
-)
+_MOVED = "policy;budget;repeated;hit rate;moved per step;without elastic;right words".split(";")
 _TIMES = "policy;budget;elastic;without overlap;everything copied".split(";")
 _COLORS = {"spe_context": "#b03a48", "delta": "#e08e4f"}
 _MORE_COLORS = (INK, "#0b6e75", "#7a5ea8", "#4c8c4a")
@@ -33,9 +31,9 @@ def section(line: Line) -> list[str]:
         f"![Share of a selection that repeats, against budget](images/{PICTURE})",
         "The bundled model works through long derivations, with every layer that can be offloaded\n"
         f"offloaded from the first token on: {where}. *Repeated*: the share of a step's selection\n"
-        "that the previous step also had, in tokens (pages under `delta`). *Already there*:\n"
-        "tokens that were in the buffers, without the newest one. The last column shows how often\n"
-        "the right next word was the most likely one, with or without offloading:",
+        "that the previous step also had, in tokens (pages under `delta`). *Hit rate*: the share\n"
+        "of selected tokens that were in the buffers, without the newest one. The last column is\n"
+        "how often the right next word was the most likely one, with or without offloading:",
         tables.written(
             _MOVED,
             _rows(line, _moved),
@@ -94,10 +92,10 @@ def _large(line: Line) -> list[str]:
     return [
         f"The same with the shape of {settings['shape']}, random weights in bfloat16, over "
         f"{settings['context']:,} tokens,\nbudget {first['budget']:,}, medians of "
-        f"{first['steps_timed']} steps. Random keys and a random head choose anew at every\nstep, "
-        "so this is what loading costs at its worst:",
+        f"{first['steps_timed']} steps. With random keys and a random head, selections\n"
+        "have almost nothing in common from step to step, so this is the worst case for loading:",
         tables.written(
-            ["policy", "system", "step", "by above", "waiting", "moved per step", "already there"],
+            ["policy", "system", "step", "/ resident", "waiting", "moved per step", "hit rate"],
             [_large_cells(result) for result in line["large"]],
         ),
     ]
@@ -161,7 +159,7 @@ def _about(line: Line) -> str:
     return (
         f"{line['model']}, {settings['items']} derivations of up to {max(line['tokens']):,} "
         f"tokens, {first['steps_counted']:,} steps counted at the least budget; times are medians "
-        f"of {first['steps_timed']} steps in turns. {machine['cpu']}, {machine['cores']} cores, "
+        f"of {first['steps_timed']} interleaved steps. {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
         f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
     )

@@ -57,9 +57,9 @@ def kernels(line: Line) -> list[str]:
         others = [f"{name}: {r['ms']:.3g}" for name, r in found.items() if name not in paths]
         cells = [_rate(found[name]) if name in found else "" for name in paths]
         rows.append([f"`{_RENAMED.get(op, op)}`", about, *cells, "; ".join(others)])
-    heads = ["operation", "on", *(f"`{path}`" for path in paths), "beside it"]
+    heads = ["operation", "on", *(f"`{path}`" for path in paths), "for comparison"]
     return [
-        "Milliseconds, medians of calls in turns; in brackets the share of the read bandwidth\n"
+        "Milliseconds, medians of interleaved calls; in brackets the share of the read bandwidth\n"
         f"that the run measured ({line['read_bytes_per_s'] / 1e9:.1f} GB/s):",
         written(heads, rows),
         targets(line),
@@ -84,7 +84,7 @@ def about(line: Line) -> str:
     kind = "steps" if line["benchmark"] == "decode" else "calls"
     return (
         f"Shape of {settings['shape']}, {settings['dtype']}{batch}, medians of "
-        f"{settings['repeat']} {kind} in turns. {device}{machine['cpu']}, {machine['cores']} "
+        f"{settings['repeat']} interleaved {kind}. {device}{machine['cpu']}, {machine['cores']} "
         f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
         f"{versions['transformers']}{_outside(line)}; {line['date'][:10]}, "
         f"commit {line['commit']};\n"

@@ -148,7 +148,7 @@ def fitting(
     steps: int,
     outside: tuple[str, Need] | None = None,
 ) -> tuple[list[str], list[Skipped]]:
-    """The baselines that fit beside Keyhole's cache, in order, and the skipped systems.
+    """The baselines that fit in addition to Keyhole's cache, in order, and the skipped systems.
 
     `outside`: a system in another process, and its needs. It is the first to get memory and to be
     filled. If Keyhole's cache itself does not fit, it is the only entry of the second list.

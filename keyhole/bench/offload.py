@@ -74,8 +74,8 @@ def run_large(
 ) -> list[Result]:
     """A result for every policy and system at `settings.context` tokens and the largest budget.
 
-    theirs: baselines with full attention that are timed in turns with the systems, and compared
-    with Keyhole with all layers resident. head_class: of the retrieval head.
+    theirs: baselines with full attention that are interleaved with the systems, and compared with
+    Keyhole with all layers resident. head_class: of the retrieval head.
     """
     assert settings.context is not None
     asked = DecodeSettings(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -215,12 +214,7 @@ class Loading:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
 
@@ -294,7 +288,7 @@ def timed(
     device: torch.device,
     others: Mapping[str, Turn] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Traffic | None]]:
-    """Milliseconds of `repeat` steps of each system in turns, and what these steps loaded.
+    """Milliseconds of `repeat` interleaved steps of each system, and what these steps loaded.
 
     others: the turns of baselines.
     """

@@ -180,7 +180,7 @@ def _under_policy(
     """The memory model with the data of the policy, and of the retrieval head or gate if one is
     stored with the model; loads torch.
     """
-    from keyhole.engine import memory
+    from keyhole.engine import allocation
     from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
@@ -191,18 +191,18 @@ def _under_policy(
     has_budget = hasattr(make_policy(name), "token_budget")
     budget = {"token_budget": settings.token_budget} if has_budget else {}
     policy = make_policy(name, budget).resolve(geometry)
-    layers = memory.movable(geometry, policy)
+    layers = allocation.movable(geometry, policy)
     for wanted, place in ((policy.wants_head, HEAD_FOLDER), (policy.wants_gate, GATE_FOLDER)):
         if wanted and (shape.folder / place).is_dir():
             folder = Folder.open(shape.folder / place)
             head = head_files.read_config(folder)[0] if policy.wants_head else None
             numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
             size = replace(size, head_weight_bytes=numbers * shape.itemsize)
-    return memory.memory_of(
+    return allocation.memory_of(
         geometry,
         policy,
         size,
-        memory.page_data(geometry, policy, head),
+        allocation.page_data(geometry, policy, head),
         head,
         layers=layers,
         requests=settings.requests,

@@ -90,7 +90,7 @@ def _memory(llm: LLM) -> str:
     """Memory of the weights, capacity of the KV cache, and the length from which layers are
     offloaded.
     """
-    from keyhole.engine.memory import model_size
+    from keyhole.engine.allocation import model_size
 
     engine = llm.engine
     weights = bytes_text(model_size(engine.model, None).weight_bytes)

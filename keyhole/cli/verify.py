@@ -113,7 +113,7 @@ def _packing(model: Model, plain: PlainRun | None) -> WeightError | None:
 
 def _packing_text(model: Model, found: WeightError) -> str:
     return (
-        f"\nweights {model.weights} beside those as stored, {found.tokens:,} tokens of "
+        f"\nweights {model.weights} compared with those as stored, {found.tokens:,} tokens of "
         f"{found.source}:\nperplexity {found.perplexity:.3f}, as stored "
         f"{found.plain_perplexity:.3f} ({found.change:+.2%}); logit error {found.logit_error:.1%}; "
         f"divergence {found.divergence:.4f} nats; same token {found.same_tokens:.1%}"

@@ -221,7 +221,7 @@ def _json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:

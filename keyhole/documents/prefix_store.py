@@ -1,4 +1,4 @@
-"""Keys and values of the starts of prompts in a folder, so that they outlive a process.
+"""Keys and values of prompts' prefixes in a folder, so that they outlive a process.
 
 A file holds a chunk of tokens, found by a digest of all tokens up to its end and by a fingerprint
 of everything that its numbers depend on. It is a sealed file like a document's record (`record`): a
@@ -100,8 +100,8 @@ class PrefixStore:
     def write(self, digest: bytes, tensors: Mapping[str, Tensor]) -> None:
         """Stores a chunk, unless it is there or larger than the limit; then it is on disk.
 
-        tensors: on the CPU, contiguous, wide numbers before narrow ones. What goes wrong is told by
-        a warning: the chunk is then computed again one day.
+        tensors: on the CPU, contiguous, wide numbers before narrow ones. An error becomes a
+        warning; the chunk is then computed again when it is needed.
         """
         if self._place.folder is None or self.has(digest):
             return

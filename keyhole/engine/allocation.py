@@ -1,4 +1,6 @@
-"""Allocates an engine's cache, and offloads its layers while sequences grow and end.
+"""Plans an engine's memory, allocates its cache, and offloads layers while sequences grow and end.
+
+`keyhole plan` uses the same memory model on a model's files, so both give the same figures.
 
 The cache is as large as memory allows. With offloading, SpeContext's Algorithm 2 runs: before
 pages are added that would not fit, the next layer is offloaded, the last layers first. The planner
@@ -13,26 +15,128 @@ never keep a layer offloaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from keyhole.cache.layout import Geometry
+from keyhole.cache.layout import Geometry, ModelSize, memory_model
 from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.tiers import FileTier, PinnedTier, Tier
 from keyhole.config import EngineConfig
-from keyhole.engine.memory import make_plan, memory_of, model_size, movable, page_data
-from keyhole.engine.scheduler import Demand
+from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError, ConfigError
+from keyhole.models import checkpoint
 from keyhole.models.device_map import free_bytes
 from keyhole.models.model import Model
-from keyhole.planner import MemoryPlan
+from keyhole.planner import MemoryModel, MemoryPlan
 from keyhole.policies.base import Policy
+from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
+
+#: Shapes per page by name: of one layer, or of the retrieval head.
+PageData = Mapping[str, tuple[int, ...]]
+
+
+def page_data(
+    geometry: Geometry, policy: Policy, head: HeadConfig | None, *, drafts: bool = False
+) -> list[PageData]:
+    """The side data of a page: the policy's for each layer, then the head's.
+
+    drafts: whether the head is a draft model's, which has values, too.
+    """
+    data: list[PageData] = [
+        {} if layout.window is not None else policy.page_data(layout, geometry.page_size)
+        for layout in geometry.layers
+    ]
+    if head is None:
+        return [*data, {}]
+    return [*data, HeadRunner.page_data(head, geometry.page_size, drafts=drafts)]
+
+
+def model_size(model: Model, *selecting: nn.Module | None) -> ModelSize:
+    """The size of a loaded model; tied weights and stored buffers count once.
+
+    selecting: its retrieval head, or a whole draft model; its gate; None: without one.
+    """
+    stored = {x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}
+    own = [x for part in selecting if part is not None for x in part.parameters()]
+    return ModelSize(
+        weight_bytes=sum(stored.values()),
+        head_weight_bytes=sum(x.nbytes for x in own),
+        vocab_size=model.vocab_size,
+        step_numbers=checkpoint.step_numbers(model.network.config),
+    )
+
+
+def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
+    """Layers that may be offloaded under a policy, resolved.
+
+    ConfigError if it reads everything of every layer, so that none may.
+    """
+    layers = policy.offloadable(geometry)
+    if not layers or getattr(policy, "token_budget", None) is None:
+        raise ConfigError(
+            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; "
+            "offload goes with a policy that selects, such as delta, quest or spe_context"
+        )
+    return layers
+
+
+def memory_of(
+    geometry: Geometry,
+    policy: Policy,
+    size: ModelSize,
+    data: Sequence[PageData],
+    head: HeadConfig | None,
+    *,
+    layers: tuple[int, ...],
+    requests: int,
+    prefill_chunk: int,
+) -> MemoryModel:
+    """The memory model of an engine with this resolved policy; `layers` may be offloaded.
+
+    head: its retrieval head, whose attention weights of all tokens are in memory at once.
+    """
+    return memory_model(
+        geometry,
+        size,
+        requests=requests,
+        token_budget=getattr(policy, "token_budget", None) or 1,
+        prefill_chunk=prefill_chunk,
+        page_data=data,
+        num_scores=0 if head is None else head.num_heads,
+        movable=layers,
+        num_heads=policy.selection_heads(geometry),
+    )
+
+
+def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
+    """What fits into the memory of `config`, with and without offloaded layers.
+
+    CapacityError if not even the weights do.
+    """
+    if config.total_memory is not None:
+        return MemoryPlan(model=memory, memory=config.total_memory)
+    if config.memory is None:
+        raise ConfigError(
+            "offload needs memory=, the limit of resident keys and values, or total_memory=, the "
+            "limit of these, the weights and the activations of a step"
+        )
+    return MemoryPlan.for_cache(memory, config.memory)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The pages that running sequences hold, and how many more they may need until they end."""
+
+    pages: set[int]
+    growth: int
+
 
 # Share of the free memory that the KV cache may use when no limit is given. The rest is left for
 # activations and other processes.
@@ -209,7 +313,8 @@ class LayerOffloader:
         prefix: PrefixIndex | None,
         renumber: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """Makes layers resident that fit beside the pages of running sequences. Between steps.
+        """Makes layers resident that fit in addition to the pages of running sequences. Between
+        steps.
 
         renumber: called with the new numbers of pages that moved; `prefix` is renumbered here.
         """

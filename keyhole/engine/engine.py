@@ -64,7 +64,7 @@ class Engine:
     """Serves many sequences over one model, each under the engine's policy or its own.
 
     cache: shared with other engines; None: a new one, within `config.memory`.
-    head, gate: for a policy that needs one; None: the policy's own, or the one beside the weights.
+    head, gate: for a policy that needs one; None: the policy's own, or the one next to the weights.
     copies: prompts computed by engines over the same model; this engine adds its own.
 
     Not thread-safe: callers with several threads hold `lock` during each call.

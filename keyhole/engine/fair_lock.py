@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
 
 
 class FairLock:
@@ -37,12 +36,7 @@ class FairLock:
         with self._guard:
             self._owner, self._depth = me, 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._guard:
             self._depth -= 1
             if self._depth == 0:

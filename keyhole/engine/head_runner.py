@@ -176,14 +176,14 @@ def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | No
 
 
 def load_head(policy: Policy, model: Model) -> RetrievalHead:
-    """Loads the head that the policy names, or else the one beside the model's weights.
+    """Loads the head that the policy names, or else the one next to the model's weights.
 
     ConfigError if there is none; ModelError if it is damaged or of another model.
     """
     place = getattr(policy, "head", None) or model.head
     if place is None:
         raise ConfigError(
-            f"policy {policy.name!r} needs a retrieval head, and none lies beside {model.name!r}; "
+            f"policy {policy.name!r} needs a retrieval head, and {model.name!r} has none; "
             "make one with `keyhole train-head`, or give head=FOLDER"
         )
     head = RetrievalHead.from_pretrained(place, model.network)

@@ -79,7 +79,7 @@ class Runner:
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
         shares = policy.shares_by_scores or policy.selects_positions
         self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device, shares=shares)
-        # Whose kept tokens stand in a row of it.
+        # The sequence whose kept tokens each row holds.
         self._kept: list[Tensor | None] = [None] * max_batch
         self._keeps_data = any(cache.data)
         self._loads: Loads | None = None  # of the last step, until they are counted

@@ -10,7 +10,7 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.memory import page_data
+from keyhole.engine.allocation import page_data
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
 from keyhole.models.model import Model
 from keyhole.planner import MemoryModel
@@ -151,7 +151,8 @@ def beside(
     memory: MemoryModel | None,
     group: bytes,
 ) -> RequestPolicy:
-    """A policy beside the engine's own, both resolved. ConfigError if it cannot run there.
+    """A request's policy next to the engine's own, both resolved. ConfigError if it cannot run
+    there.
 
     has_head: whether the engine runs a retrieval head. memory: the widths of its
     buffers, if the engine offloads. group: a name that no `page_group` has yet.
@@ -159,7 +160,7 @@ def beside(
     why = _why_not(policy, own, geometry, has_head=has_head, memory=memory)
     if why is not None:
         raise ConfigError(
-            f"policy {policy.name!r} of this request cannot run beside policy {own.name!r} of the "
+            f"policy {policy.name!r} of this request cannot run with policy {own.name!r} of the "
             f"LLM: {why}"
         )
     if not _keeps(policy, geometry):

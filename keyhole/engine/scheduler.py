@@ -22,6 +22,7 @@ from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.recurrent_state import RecurrentState
 from keyhole.cache.state_snapshots import StateSnapshots
 from keyhole.config import EngineConfig
+from keyhole.engine.allocation import Demand
 from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Filling, Pace
 from keyhole.engine.request import RequestPolicy
@@ -71,14 +72,6 @@ class SchedulerOutput:
         for sequence, count in self.chunks:
             parts[sequence.under].chunks.append((sequence, count))
         return parts
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The pages that running sequences hold, and how many more they may need until they end."""
-
-    pages: set[int]
-    growth: int
 
 
 class Scheduler:
@@ -312,7 +305,7 @@ class Scheduler:
         return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of a prompt for one step; few of a question over documents beside decoding.
+        """Tokens of a prompt for one step; few of a question over documents while others decode.
 
         A prompt takes only its share while other prompts are to be computed.
         """

@@ -5,7 +5,7 @@ data per page is computed again from the keys. The keys of a retrieval head are 
 engines with the same head.
 
 In memory, `SharedPromptCache` keeps whole prompts for the engines of an evaluation. On disk,
-`StoredPrefixes` keeps the starts of prompts for engines of later processes.
+`StoredPrefixes` keeps prefixes for engines of later processes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SharedPromptCache:
 
 
 class StoredPrefixes:
-    """The starts of prompts in a `PrefixStore`, in chunks of whole pages.
+    """The prefixes of prompts in a `PrefixStore`, in chunks of whole pages.
 
     A prompt begins with the chunks that are stored, as far as they follow each other from its first
     token; a chunk is stored once all its tokens are computed, by a thread of its own.
@@ -184,7 +184,7 @@ def stored_prefixes(
     head: RetrievalHead | None,
     prefill: PrefillPolicy | None,
 ) -> StoredPrefixes | None:
-    """The starts of prompts in the folder of an engine's settings; None without one.
+    """The prefixes of prompts in the folder of an engine's settings; None without one.
 
     Chunks are found by everything that the numbers in a page depend on.
     """

@@ -60,7 +60,7 @@ _MOST = _TOLERANCE[torch.bfloat16]
 _REORDERED = 2.0**-20
 
 _PAGE = EngineConfig.page_size
-#: One token, a page and its neighbours, two lengths that are no multiple of anything.
+#: One token, a page and its neighbours, and two lengths that are multiples of nothing else here.
 _LENGTHS = (1, _PAGE - 1, _PAGE, _PAGE + 1, 63, 111)
 _NEW_TOKENS = _PAGE + 1
 _CHUNK = 13

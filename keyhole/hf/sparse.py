@@ -6,7 +6,7 @@
 
 A hook before each forward packs the rows that transformers gives (left padding taken out) into the
 one row that our attention function expects, with pages of ours as the cache; a hook after it puts
-the logits back where transformers wants them. A forward of one token per row, after others, is a
+the logits back where transformers expects them. A forward of one token per row, after others, is a
 decode step under the policy; any other is prompt, and exact. Nothing of the model is replaced.
 """
 

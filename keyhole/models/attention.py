@@ -2,7 +2,7 @@
 
 Registered as "keyhole" in transformers' own table, so that no model is forked or patched: a model
 loaded with `attn_implementation="keyhole"` hands each layer's rotated queries, keys and values to
-`attention`, with our `Batch` beside them as the keyword argument `keyhole`. `PassThrough` takes the
+`attention`, with our `Batch` as the additional keyword argument `keyhole`. `PassThrough` takes the
 role of transformers' cache: it returns the new keys and values unchanged (and keeps MLA's latents),
 because the pages are ours.
 
@@ -235,8 +235,8 @@ def decode(
     """The decoding sequences: query [B, Hq, D] over one selection; returns [B, Hq, Dv].
 
     Every way to read is a case of a selection, where None is everything: the sliding window of a
-    layer that has one, all tokens where the policy wants their scores, else what the policy
-    selects. newest: the new keys [B, Hkv, D] and values, which are in the cache already.
+    layer that has one, all tokens if the policy needs their scores, else what the policy selects.
+    newest: the new keys [B, Hkv, D] and values, which are in the cache already.
     """
     step, policy, cache = batch.step, batch.policy, batch.cache
     assert step is not None

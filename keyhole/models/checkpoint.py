@@ -2,7 +2,7 @@
 
 A model's shape, read from its files without loading torch or weights.
 
-Weights are counted from the headers of the safetensors files if they are beside the config, else
+Weights are counted from the headers of the safetensors files if they are next to the config, else
 from the config.
 
 The weights and peak activations of a model of a supported family.
@@ -270,7 +270,7 @@ def _headers(folder: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > _LONGEST_HEADER:
-                raise ModelError(f"{path.name!r} is damaged: it is no safetensors file")
+                raise ModelError(f"{path.name!r} is damaged: it is not a safetensors file")
             header: dict[str, Any] = json.loads(file.read(size))
         header.pop("__metadata__", None)
         yield header

@@ -1,4 +1,4 @@
-"""What a model's config says of its cache: kinds and shapes of layers, and the longest sequence.
+"""What a model's config says about its cache: kinds and shapes of layers, and the longest sequence.
 
 There is no list of families. `check` refuses what cannot be expressed; whether the rest is exact is
 measured by `keyhole.exactness_gate`.
@@ -171,7 +171,7 @@ def _latent(config: Any, layer: int, heads: int) -> LayerLayout:
 
 
 def _of_layer(config: Any, layer: int) -> Any:
-    """The sizes of one layer: the config, or what it says of this layer."""
+    """The sizes of one layer: the config itself, or its part for this layer."""
     return config.per_layer_config[layer] if _varies(config) else config
 
 
@@ -271,7 +271,7 @@ class RopeLengths:
 
 
 def rope_lengths(config: Any) -> RopeLengths | None:
-    """What a config says of its RoPE; None if its frequencies do not depend on the length."""
+    """The config's RoPE settings; None if the frequencies do not depend on the length."""
     positions = getattr(config, "max_position_embeddings", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]

@@ -368,7 +368,7 @@ def _tokenizer(found: ModelFiles) -> Any:
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
-    """ModelError for an object that is no tokenizer; warns if it has ids that the model lacks.
+    """ModelError for an object that is not a tokenizer; warns if it has ids that the model lacks.
 
     Such tokenizers are common: a padding token was added after training.
     """

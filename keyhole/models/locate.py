@@ -77,7 +77,7 @@ class ModelFiles:
     """A model's files. name: a folder or a hub id. config: its config.json, or its GGUF file.
 
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
-    has_adapter: there is a LoRA adapter beside the weights. gguf: the GGUF file in the folder that
+    has_adapter: there is a LoRA adapter next to the weights. gguf: the GGUF file in the folder that
     holds config, weights and tokenizer; None: they are in files of their own. adapter: the folder
     of a LoRA adapter that is merged into these weights.
     """
@@ -167,7 +167,7 @@ def ignored_adapter(found: ModelFiles) -> ModelError:
     if found.adapter is not None:
         what, aside = f"{found.shown!r} is a LoRA adapter", f"give {found.name!r}"
     else:
-        what = f"{found.name!r} has a LoRA adapter ({ADAPTER}) beside its weights"
+        what = f"{found.name!r} has a LoRA adapter ({ADAPTER}) next to its weights"
         aside = f"move {ADAPTER} away"
     return ModelError(
         f"{what}, and peft, which applies it, is not installed: pip install 'keyhole[lora]'; to "
@@ -237,7 +237,7 @@ def _head(name: str, file: str) -> Any:
 def _unknown(name: str, error: Exception) -> ModelError:
     """The error for a name that is neither a folder nor a model on the hub."""
     return ModelError(
-        f"unknown model {name!r}: it is no folder{_nearest(Path(name))}, it is not in the hub's "
+        f"unknown model {name!r}: it is not a folder{_nearest(Path(name))}, it is not in the hub's "
         f"local cache, and {_why(error)}"
     )
 
@@ -254,7 +254,7 @@ def _why(error: Exception) -> str:
             "model that it was made of"
         )
     if isinstance(error, HFValidationError):
-        return "it is no hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
+        return "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to ask the hub"
     line = (str(error).strip().splitlines() or ["no message"])[0]
@@ -262,7 +262,7 @@ def _why(error: Exception) -> str:
 
 
 def _nearest(folder: Path, files: str = f"*/{_CONFIG}") -> str:
-    """In brackets, the name beside it that is most like it: a folder's, or a file's."""
+    """In brackets, the most similar name in the same folder: a folder's, or a file's."""
     if not folder.parent.is_dir():
         return ""
     found = folder.parent.glob(files)

@@ -18,7 +18,7 @@ from keyhole.models.batch import Batch, LastLayer
 from keyhole.models.modules import sequence_adapters, sequence_rope
 from keyhole.models.weights.adapters import Adapters
 
-#: DELTA uses a file of `keyhole calibrate` with this name beside the weights automatically.
+#: DELTA uses a file of `keyhole calibrate` with this name next to the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
 #: SpeContext uses a folder of `keyhole train-head` with this name there.
 HEAD_FOLDER = "keyhole-head"
@@ -34,7 +34,7 @@ class Model:
 
     defaults: the generation_config as a dictionary. max_length: the longest sequence.
     length_reason: the reason for that limit. rope: the lengths beyond which the frequencies of its
-    RoPE change; None: they never do. calibration, head, gate, stability: files beside the weights
+    RoPE change; None: they never do. calibration, head, gate, stability: files next to the weights
     for DELTA, SpeContext, SeerAttention-R and SamKV. draft: the folder of an EAGLE-3 draft.
     weights: the format that they were packed in while loading. layer_devices: the device of each
     decoder layer, if they are on several; `device` is then that of everything else. adapters: LoRA

@@ -165,7 +165,7 @@ def _shrink_recurrence(config: Any, ratio: int) -> None:
 
 
 def _shrink_shared_attention(config: Any) -> None:
-    """Zamba: attention over the token's embedding beside its hidden state, twice as wide."""
+    """Zamba: attention over the token's embedding joined to its hidden state, twice as wide."""
     if getattr(config, "attention_hidden_size", None) is None:
         return
     width = 2 * config.hidden_size

@@ -33,7 +33,7 @@ _SAME_FAMILY = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
-#: Models that are no causal language models for text alone: the prompt is read in both directions.
+#: Models that are not causal language models for text alone: the prompt is read in both directions.
 _NOT_CAUSAL = {"paligemma", "pi0"}
 
 #: Fields that the language model has from the whole one, where it has none of its own.

@@ -66,7 +66,7 @@ def frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     kind = scaling.get("rope_type", "default")
     if kind == "default":
         return theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D), 1.0
-    # One head as wide as the model: the formulas ask for nothing but the head size.
+    # One head as wide as the model: the formulas need only the head size.
     one_head = LlamaConfig(
         hidden_size=D,
         num_attention_heads=1,

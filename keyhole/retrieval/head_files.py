@@ -168,8 +168,8 @@ def _folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:  # any library involved may raise its own error
         raise ModelError(
-            f"unknown head or draft {name!r}: it is no folder and nothing of that name could be "
-            "loaded from the hub or its local cache"
+            f"unknown head or draft {name!r}: it is not a folder, and nothing of that name could "
+            "be loaded from the hub or its local cache"
         ) from error
 
 

@@ -141,8 +141,8 @@ def outliers(alpha: Tensor, sigmas: float = 3.0) -> Tensor:
     """Where alpha is an outlier by the PauTa criterion: alpha < mean - sigmas std, bool [..., N].
 
     alpha [..., N], of the middle blocks of a document and layer; smaller is more important. Mean
-    and standard deviation (divided by n) are over the finite ones; an infinite one is no outlier:
-    `only_middle` makes those of the ends infinite. One of n numbers is at most sqrt(n - 1)
+    and standard deviation (divided by n) are over the finite ones; an infinite one is not an
+    outlier: `only_middle` makes those of the ends infinite. One of n numbers is at most sqrt(n - 1)
     deviations from their mean, so that with 3 sigmas an outlier needs at least 11 blocks (SamKV,
     appendix A.1).
     """

@@ -21,9 +21,9 @@ Differences (theirs | ours | effect measured):
   chosen once 2.1 % (0.4 to 10.9), shrinking 4.2 % (1.2 to 14.0); at layer 2 none
 - 16 % in the code, about 15 % in the paper | `recompute_ratio`, 15 % | none
 - tokens of the question compete in the code, except the last one | all of the question is computed,
-  beside the share | none in right answers; median error .040 against .038 at layer 1
+  in addition to the share | none in right answers; median error .040 against .038 at layer 1
 - the code's mask is aligned to the lower right corner, as if the tokens computed were the last ones
-  | each token sees what stands before its own place | none in right answers; median error .040
+  | each token sees the tokens before its own position | none in right answers; median error .040
   against .038 at layer 1
 - in the checked layer every token attends to new keys in the code | the same | with stored keys for
   those that are not chosen: none in right answers; median error .033 against .038 at layer 1

@@ -323,7 +323,7 @@ def _by_extremes(queries: Tensor, documents: Sequence[PlacedDocument], layer: in
     return torch.cat([extreme_scores(asked, own.extremes[layer].float()) for asked, own in pairs])
 
 
-#: Beside a model's weights.
+#: Name of the file next to a model's weights.
 STABILITY_FILE = "keyhole-samkv.json"
 
 #: The paper finds the last 4 layers of Llama 3.1 8B and the last 5 of two other models (A.2).

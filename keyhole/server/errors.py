@@ -99,5 +99,5 @@ def plain(error: HTTPException) -> ApiError:
 
 def no_such_path(method: str, path: str) -> ApiError:
     """The error for a path that is not served, such as embeddings."""
-    message = f"there is no '{method} {path}' here; /docs lists what there is"
+    message = f"there is no '{method} {path}' here; /docs lists all paths"
     return ApiError(404, message, kind="not_found_error")

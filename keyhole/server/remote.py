@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keyhole.async_llm import AsyncLLM, EngineLoad
-from keyhole.documents.source import BLOCK_SIZE
 from keyhole.documents.store import DocumentInfo, DocumentStore
 from keyhole.engine.documents.library import Documents, Progress
-from keyhole.llm import LLM
+from keyhole.llm import LLM, arguments_of
 from keyhole.server.engine_process import LENGTH, packed
 from keyhole.step_thread import Submission
-from keyhole.tokenization import Prompt
 
 
 class Link:
@@ -174,24 +172,7 @@ class _RemoteDocuments(Documents):
         )
         self._add = add
 
-    def add(
-        self,
-        name: str,
-        text: Prompt,
-        *,
-        overwrite: bool = False,
-        pinned: bool = False,
-        block_size: int = BLOCK_SIZE,
-        metadata: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
-    ) -> DocumentInfo:
+    @arguments_of(Documents.add)
+    def add(self, *, progress: Progress | None = None, **arguments: Any) -> DocumentInfo:
         """As `Documents.add`."""
-        arguments = {
-            "name": name,
-            "text": text,
-            "overwrite": overwrite,
-            "pinned": pinned,
-            "block_size": block_size,
-            "metadata": metadata,
-        }
         return self._add(arguments, progress)

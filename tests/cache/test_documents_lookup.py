@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.documents.lookup import DocumentLookup
+from keyhole.documents.reader import DocumentLookup
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.cache.records import MODEL, make_record, same, user_cache

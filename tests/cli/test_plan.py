@@ -157,7 +157,7 @@ def test_a_mistake_is_one_line(line: str, message: str, llama: str, run: Run) ->
 
 def test_unknown_models_and_latents_are_refused(run: Run, tmp_path: Path) -> None:
     ran = run("plan", "--model", "nowhere", "--total-memory", "8GiB")
-    assert "unknown model 'nowhere': it is no folder" in ran.err
+    assert "unknown model 'nowhere': it is not a folder" in ran.err
     fields = json.loads(make_config("deepseek_v3").to_json_string())
     model = folder(tmp_path / "deepseek", fields)
     ran = run("plan", "--model", model, "--total-memory", "8GiB", "--preset", "paper")

@@ -126,7 +126,8 @@ def test_what_packing_changes_is_reported(
         *("--data", str(data)),
     )
     assert ran.status == 0
-    _, about, result = ran.out.rpartition("\nweights int8 beside those as stored, 94 tokens of ")
+    start = "\nweights int8 compared with those as stored, 94 tokens of "
+    _, about, result = ran.out.rpartition(start)
     assert about, ran.out
     assert result.startswith("--data")
     assert "\nperplexity " in result

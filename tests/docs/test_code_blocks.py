@@ -52,16 +52,16 @@ PAGES = {
 #: All blocks that do not run, by page, with the reasons that the page gives.
 NOT_RUN = {
     "docs/how-to/adapters.md": ["it needs an adapter of yours"] * 3,
-    "docs/attention.md": ["takes minutes", "takes hours, and wants a gated model"],
+    "docs/attention.md": ["takes minutes", "takes hours, and needs a gated model"],
     "docs/evaluation.md": [
         "takes minutes; tests/eval/test_controls_example.py compares its table",
-        "takes hours, and wants a gated model",
+        "takes hours, and needs a gated model",
         "reads the file that the hours above write",
     ],
     "docs/kvpress.md": ["kvpress has an environment of its own: make test-kvpress"],
     "docs/lm-eval.md": 2 * ["the harness has an environment of its own: make test-lm-eval"],
     "docs/ray.md": 2 * ["Ray has an environment of its own: make test-ray"],
-    "docs/samkv.md": ["it wants the folder of a sentence encoder"],
+    "docs/samkv.md": ["it needs the folder of a sentence encoder"],
     "docs/tutorials/vllm.md": [
         "vLLM has an environment of its own: make test-vllm",
         *2 * ["it needs the server above"],

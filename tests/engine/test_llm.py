@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from pathlib import Path
 
@@ -330,3 +331,15 @@ def test_a_notebook_shows_one_line(checkpoint: Path) -> None:
     result = llm.generate("hello", SamplingParams(n=3, max_tokens=5, temperature=0))
     assert repr(result) == f"Result({result.text!r}: 5 tokens after 6, 'length', 2 others)"
     assert len(repr(dataclasses.replace(result, text="a" * 10**4))) < 260
+
+
+def test_a_stream_has_the_arguments_of_the_whole_answer(llm: LLM) -> None:
+    """For `help`, and for callers: a wrong name is refused at the call, before any step."""
+    for name, of in (("stream_chat", LLM.chat), ("stream_ask", LLM.ask)):
+        shown = inspect.signature(getattr(LLM, name))
+        assert shown.parameters == inspect.signature(of).parameters
+        assert "Iterator[Piece]" in str(shown.return_annotation)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reus'"):
+        llm.stream_ask("question", ["a"], reus="epic")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing a required argument: 'documents'"):
+        llm.stream_ask("question")  # type: ignore[call-arg]

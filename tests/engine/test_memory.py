@@ -12,8 +12,8 @@ import pytest
 from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeContext
 from keyhole.cli import main
 from keyhole.config import EngineConfig
+from keyhole.engine.allocation import model_size
 from keyhole.engine.engine import Engine
-from keyhole.engine.memory import model_size
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.model import Model

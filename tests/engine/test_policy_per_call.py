@@ -66,7 +66,7 @@ def test_every_policy_beside_every_other(model: Model, alone: Answers, own: str)
     found: dict[Policy, list[Request]] = {small(own): [add(engine, one) for one in PROMPTS]}
     for name in POLICIES:
         if name in NEEDS_MORE - {own}:
-            with pytest.raises(ConfigError, match=f"'{name}' .* beside policy '{own}'.*start the"):
+            with pytest.raises(ConfigError, match=f"'{name}' .* with policy '{own}'.*start the"):
                 engine.under(small(name))
             continue
         found[small(name)] = [add(engine, one, small(name)) for one in PROMPTS]

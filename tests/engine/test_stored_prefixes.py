@@ -161,7 +161,7 @@ def test_offloaded_layers_read_starts(llama: Model, tmp_path: Path) -> None:
 def test_settings_that_do_not_go_together_are_refused(llama: Model, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the prefix cache, which is off"):
         LLM(llama, prefix_cache=False, prefix_store=tmp_path)
-    with pytest.raises(ConfigError, match=r"prefix_store .* must be left out beside prefix_cache"):
+    with pytest.raises(ConfigError, match=r"prefix_store .* must be left out with prefix_cache"):
         LLM(llama, prefix_cache=tmp_path, prefix_store=tmp_path / "other")
     with pytest.raises(ConfigError, match="cannot be used with draft 'eagle3'"):
         LLM(llama, prefix_cache=tmp_path, draft="eagle3")

@@ -1,4 +1,4 @@
-"""The part of docs/results.md that shows methods beside their controls, from lines of all kinds."""
+"""The part of docs/results.md that compares methods with their controls."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_reads_outside_the_budget_give_no_gain() -> None:
     found[-1]["outside_budget"] = "the prompt"
     parts = results_controls.section({"published": found}, {})
     for title in ("Gain over its own recent control, points:", "Distance to the oracle, points:"):
-        assert rows(parts, title)[2:] == [["`quest`", "beside"]]
+        assert rows(parts, title)[2:] == [["`quest`", "extra"]]
     assert ["`quest`", "75"] in rows(parts, "Right answers, %:")
 
 

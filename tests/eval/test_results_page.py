@@ -166,8 +166,9 @@ def test_an_adaptive_budget_is_compared_at_its_bytes() -> None:
     assert gain_over_fixed(cell, found) == pytest.approx(1 - curve)
     assert cheapest_as_right(cell, found) == 256 * 1024
     text = results_page.render(lines(), [])
-    assert "1 lie on or above the curve, 0 below" in " ".join(text.split())
-    assert "In 0 of 1 a fixed budget is as right for fewer bytes" in " ".join(text.split())
+    prose = " ".join(text.split())
+    assert "1 lie on or above the curve, 0 below" in prose
+    assert "In 0 of 1 a fixed budget has as many right answers for fewer bytes" in prose
 
 
 def test_errors_say_what_was_read() -> None:

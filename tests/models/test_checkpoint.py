@@ -177,7 +177,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_named_as_by_load(tmp_path: Path) -> None:
     folder(tmp_path / "llama-0", stored("llama"))
-    with pytest.raises(ModelError, match=r"unknown model '.*': it is no folder \(did you mean"):
+    with pytest.raises(ModelError, match=r"unknown model '.*': it is not a folder \(did you mean"):
         checkpoint.read(tmp_path / "llama-1")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"holds no model: it has no config\.json"):

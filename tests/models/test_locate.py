@@ -113,7 +113,7 @@ def test_the_local_cache_serves_while_the_hub_does_not_answer(
 def test_without_the_hub_the_line_says_so() -> None:
     with pytest.raises(ModelError, match="not in the hub's local cache, and HF_HUB_OFFLINE"):
         locate("some/body")
-    with pytest.raises(ModelError, match="it is no hub id, which is a name such as"):
+    with pytest.raises(ModelError, match="it is not a hub id, which is a name such as"):
         locate("some/deep/path")
 
 
@@ -133,7 +133,7 @@ def test_adapters_are_never_ignored(
     with pytest.raises(ModelError, match=r"is a LoRA adapter, and peft.*keyhole\[lora\]"):
         LLM(adapter)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match=r"adapter .*beside its weights.*keyhole\[lora\]"):
+    with pytest.raises(ModelError, match=r"adapter .*next to its weights.*keyhole\[lora\]"):
         LLM(path)
     with pytest.raises(ModelError, match="which is an adapter, too"):
         locate(adapter)

@@ -222,7 +222,9 @@ def test_a_config_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("read", [RetrievalHead.from_eagle3, RetrievalHead.from_pretrained])
 def test_what_is_no_checkpoint_is_refused(read: Any, target: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="unknown head or draft 'nobody/nothing': it is no folder"):
+    with pytest.raises(
+        ModelError, match="unknown head or draft 'nobody/nothing': it is not a folder"
+    ):
         read("nobody/nothing", target)
     with pytest.raises(ModelError, match=r"it has no config\.json"):
         read(tmp_path, target)

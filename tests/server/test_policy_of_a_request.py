@@ -110,7 +110,7 @@ def test_chats_streams_and_documents_take_it(client: openai.OpenAI, llm: LLM) ->
         ({"policy": "streaming_llm", "token_budget": 65}, "must be at most 64"),
         ({"token_budget": 0}, "token_budget: Input should be greater than or equal to 1"),
         ({"token_budget": 2}, "token_budget 2 must be at least one page"),
-        ("quest", "policy 'quest' of this request cannot run beside policy 'delta'"),
+        ("quest", "policy 'quest' of this request cannot run with policy 'delta'"),
         ("ful", "did you mean 'full'"),
         ({"policy": "full", "token_budget": 8}, "setting of policy full 'token_budget'"),
         ({"recent_pages": 2}, "recent_pages: Extra inputs are not permitted"),

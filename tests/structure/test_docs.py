@@ -114,6 +114,8 @@ PRIVATE_PHRASES = [
     "what a policy is",
     "is meaningless",
     "are meaningless",
+    "whoever",
+    "is no JSON",
 ]
 
 

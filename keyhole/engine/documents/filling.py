@@ -149,12 +149,12 @@ class Filling:
         return [int(page) for page in self._pages.present() if page != NO_PAGE]
 
 
-# The time of a step that is spent on stored documents: little beside decoding sequences, all of it
+# The time of a step that is spent on stored documents: little while sequences decode, all of it
 # otherwise.
 #
-# The duration of each kind of unit is recorded. Beside decoding sequences a step runs units until
-# its target is reached, which leaves a margin below twice the median of earlier steps for noise.
-# The first unit of a kind, whose duration is unknown, is the only one of its step. The tokens of a
+# The duration of each kind of unit is recorded. While sequences decode, a step runs units until its
+# target is reached, which leaves a margin below twice the median of earlier steps for noise. The
+# first unit of a kind, whose duration is unknown, is the only one of its step. The tokens of a
 # forward pass adapt to the duration of the last ones.
 
 
@@ -177,7 +177,7 @@ _FADE = 0.7
 class Pace:
     """Measures steps and units, and decides how much is filled in a step.
 
-    tokens: the prompt tokens of a forward pass beside decoding sequences.
+    tokens: the prompt tokens of a forward pass while sequences decode.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Pace:
         return min(left, most) if self._share is None else self.part(left, most)
 
     def part(self, left: int, most: int) -> int:
-        """The tokens of a forward pass beside decoding sequences: of `left`, at most `most`.
+        """The tokens of a forward pass while sequences decode: of `left`, at most `most`.
 
         A multiple of four, without a small rest: matrix products of one to three rows round
         differently and cost as much as those of four.

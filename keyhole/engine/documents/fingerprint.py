@@ -42,7 +42,7 @@ def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None
 
 
 def head_fingerprint(head: RetrievalHead) -> str:
-    """What a retrieval head's stored keys depend on beside the model, as one word."""
+    """A digest of what a retrieval head's stored keys depend on besides the model."""
     config = json.dumps(vars(head.config), sort_keys=True)
     return _digest(f"{config} {_weights(head)}")
 

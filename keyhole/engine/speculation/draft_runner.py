@@ -201,7 +201,7 @@ def _begins(slots: np.ndarray) -> np.ndarray:
 
 
 def load_draft(folder: str | None, model: Model) -> DraftModel:
-    """Loads a draft, a folder or hub id; None: the one beside the model's weights.
+    """Loads a draft, a folder or hub id; None: the one next to the model's weights.
 
     ConfigError if there is none; ModelError if it is damaged or of another model.
     """

@@ -208,7 +208,7 @@ HOW_TO_READ = (
     "layers, sinks and budget, newest tokens elsewhere), with a 95 % interval over texts. better, "
     "worse: the interval excludes 0. twin too: so does the interval with random weights, which "
     "have "
-    "learnt nothing, so the gain is no result. way: how far the method gets from that control to "
+    "learnt nothing, so the gain is no result. way: the method's place between that control and "
     "the oracle."
 )
 

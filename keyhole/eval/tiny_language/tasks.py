@@ -84,8 +84,8 @@ def walk3(rng: Random, length: int) -> Program:
 def _ring(rng: Random, length: int, hops: int) -> Program:
     """Write a ring of names in random order and go around it until every name has been reached.
 
-    The size of the ring is no multiple of `hops`, so no name comes twice. Texts with room for more
-    rules than there are names have filler between the rules.
+    The size of the ring is not a multiple of `hops`, so no name comes twice. Texts with room for
+    more rules than there are names have filler between the rules.
     """
     rules = max(hops + 2, min(300, (length - 12) // 8))
     rules -= rules % hops == 0

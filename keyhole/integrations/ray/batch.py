@@ -168,8 +168,8 @@ class BatchFolder:
         others = self._files.ls(self._folder, detail=False)
         if others:
             raise ConfigError(
-                f"{self.place!r} is no folder of answers: it has {os.path.basename(others[0])!r}; "
-                "name another output"
+                f"{self.place!r} is not a folder of answers, because it has "
+                f"{os.path.basename(others[0])!r}; name another output"
             )
         self._write(_MANIFEST, json.dumps({"input": manifest}).encode())
 

@@ -40,7 +40,7 @@ def antidiagonal_scores(
     per_block = block_size // stride
     first = start // block_size * block_size
     num_rows, num_columns = -(-(end - first) // block_size), -(-end // block_size)
-    # Queries in whole squares: zeros stand for those before the first and after the last.
+    # Queries in whole squares, with zeros before the first and after the last query.
     lead = start % stride
     squares = -(-(lead + num_tokens) // stride)
     padded = F.pad(query.transpose(0, 1), (0, 0, lead, squares * stride - lead - num_tokens))

@@ -163,7 +163,8 @@ def _packed(cls: type[nn.Module]) -> type[nn.Module]:
             found = original(self, part, **{**rest, keyword: there})
             if not isinstance(found, tuple):
                 return (found,)
-            # Of two, the second are attention weights, which nobody reads; of three, all matter.
+            # Of two results, the second are attention weights, which are not used; of three, all
+            # are.
             return found if len(found) > _PAIR else found[:1]
 
         out = step.run(self.number, hidden, call, self.continues)

@@ -1,4 +1,4 @@
-"""LoRA adapters, read by peft: merged into the weights, or kept beside them for single requests."""
+"""LoRA adapters, read by peft: merged into the weights, or kept separately for single requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _require_plain(config: Any, folder: Path) -> None:
     }
     for name, what in more.items():
         if getattr(config, name, None):
-            raise _unsuitable(folder, f"it has {what} ({name}) beside low-rank products")
+            raise _unsuitable(folder, f"it has {what} ({name}) besides low-rank products")
     if config.bias != "none":
         raise _unsuitable(folder, f"it changes biases (bias={config.bias!r})")
 

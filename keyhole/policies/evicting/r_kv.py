@@ -22,7 +22,7 @@ Differences (theirs | ours | effect measured):
 - each layer and KV head evicts its own tokens | a page is one piece of memory for all layers and
   heads: the page of the lowest mean score over all of them is evicted | not measured:
   pages per layer do not exist here
-- a buffer of 128 tokens beside the budget | the newest page, inside the budget | not measured: as
+- a buffer of 128 tokens outside the budget | the newest page, inside the budget | not measured: as
   above
 - the prompt's tokens compete, too | the prompt stays, outside the budget or, with
   `prompt_in_budget`, inside it; scores are computed over the retained generated tokens, as if they

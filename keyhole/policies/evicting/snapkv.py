@@ -9,8 +9,8 @@ with their surroundings. Each KV head keeps the tokens of highest score and the 
 Cost per step and layer: `token_budget` keys and values, and the generated ones; after the prompt
 once the attention of the window over it.
 
-When to use it: for long prompts with short answers, where the question stands at the end of the
-prompt; what a later question needs may be lost.
+When to use it: for long prompts with short answers, where the question is at the end of the prompt;
+what a later question needs may be lost.
 
 Differences (theirs | ours | effect measured):
 - evicted tokens are freed | the prompt's pages stay, as heads and layers keep different tokens of a

@@ -23,7 +23,7 @@ query of the block needs (benchmarks/LOG.md). There is one threshold for all hea
 minimum threshold per head needs a search over calibration data). Prompts are computed in chunks:
 the rows of a chunk that begins or ends inside a block select by themselves, and squares cut by the
 end of a chunk use the mean of the products that exist. Soft-capped models cap the mean product;
-sinks that are no keys are left out of the estimate.
+sinks that are not keys are left out of the estimate.
 """
 
 from __future__ import annotations

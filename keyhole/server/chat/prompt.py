@@ -183,7 +183,7 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parsed_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{call!r} is no call of a function", param="messages")
+        raise ApiError(400, f"{call!r} is not a call of a function", param="messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:

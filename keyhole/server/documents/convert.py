@@ -54,7 +54,7 @@ def _check_archive(filename: str, data: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except zipfile.BadZipFile as error:
-        raise ApiError(400, f"{filename!r} is no DOCX file: {error}", param="file") from error
+        raise ApiError(400, f"{filename!r} is not a DOCX file: {error}", param="file") from error
     most = MOST_GROWTH * len(data)
     if size > most:
         raise ApiError(

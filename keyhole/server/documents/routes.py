@@ -74,7 +74,7 @@ async def post(
     try:
         described = None if metadata is None else json.loads(metadata)
     except ValueError as error:
-        raise ApiError(400, f"metadata is no JSON: {error}", param="metadata") from error
+        raise ApiError(400, f"metadata is not JSON: {error}", param="metadata") from error
     if described is not None and not isinstance(described, dict):
         raise ApiError(400, f"metadata {metadata!r} must be a JSON object", param="metadata")
     text = await _run(text_of, filename, await file.read())

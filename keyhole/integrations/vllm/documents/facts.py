@@ -13,7 +13,7 @@ import torch
 from vllm.config import VllmConfig
 
 from keyhole.cache.layout import Geometry
-from keyhole.documents.lookup import DocumentLookup
+from keyhole.documents.reader import DocumentLookup
 from keyhole.documents.source import default_place
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.errors import ConfigError
@@ -101,7 +101,7 @@ def _refusals(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     yield model.use_mla, "this model has latent attention (MLA)"
     yield model.runner_type != "generate", "this model does not generate (embedding, encoder)"
     yield model.is_encoder_decoder, "this is an encoder-decoder model"
-    yield model.is_multimodal_model, "this model reads images or sound beside text"
+    yield model.is_multimodal_model, "this model reads images or sound besides text"
     yield parallel.pipeline_parallel_size > 1, "pipeline parallelism: no rank has all layers"
     yield (
         parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
