@@ -32,10 +32,6 @@ from keyhole.errors import CapacityError
 _PAPER_WEIGHT_FACTOR = Fraction(13, 10)
 #: Bytes of a key and its value in fp16, per dimension of the head: the 4 of Eq. 6.
 _PAPER_PAIR_BYTES = 4
-#: What Python holds of a token: its id in a sequence's list (9 bytes, with room to grow), and a
-#: sixteenth of a page's entries in the prefix index and in the lists of pages (23). Measured with
-#: tracemalloc at 262,144 tokens. On a GPU it is the host's memory, and too little to matter.
-_LIST_TOKEN_BYTES = 32
 #: A page number is an int32 in the engine's table, and again in the table of a step.
 _TABLE_BYTES = 8
 #: One in this many of the pages that fit stays free when a layer becomes resident again, so that it
@@ -70,11 +66,9 @@ class MemoryModel:
     buffer_tokens: the resident places of an offloaded layer.
     weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
-    side_page_bytes: side data of a page, in all layers. score_token_bytes: what a step computes of
-    every token to select from, and drops. list_token_bytes: Python's lists, per token.
-    request_bytes: per request, independent of its length. staging_bytes: buffers for copies between
-    the tiers, allocated while a layer is offloaded. runtime_bytes: the rest, such as a step's
-    activations or a CUDA context.
+    side_page_bytes: side data of a page, in all layers. request_bytes: per request, independent of
+    its length. staging_bytes: buffers for copies between the tiers, allocated while a layer is
+    offloaded. runtime_bytes: the rest, such as a step's activations or a CUDA context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -87,8 +81,6 @@ class MemoryModel:
     weight_factor: Fraction = Fraction(1)
     head_token_bytes: int = 0
     side_page_bytes: int = 0
-    score_token_bytes: int = 0
-    list_token_bytes: int = 0
     request_bytes: int = 0
     staging_bytes: int = 0
     runtime_bytes: int = 0
@@ -141,7 +133,6 @@ class MemoryModel:
         page_size: int,
         weight_bytes: int,
         page_data_bytes: int = 0,
-        score_token_bytes: int = 0,
         head_weight_bytes: int = 0,
         request_bytes: int = 0,
         staging_bytes: int = 0,
@@ -161,8 +152,6 @@ class MemoryModel:
             weight_bytes=weight_bytes,
             head_weight_bytes=head_weight_bytes,
             side_page_bytes=page_data_bytes + _TABLE_BYTES,
-            score_token_bytes=score_token_bytes,
-            list_token_bytes=_LIST_TOKEN_BYTES,
             request_bytes=request_bytes,
             staging_bytes=staging_bytes,
             runtime_bytes=runtime_bytes,
@@ -198,8 +187,6 @@ class MemoryModel:
             "keys_values": tokens * self._token_bytes(offloaded),
             "head_keys": tokens * self.head_token_bytes,
             "side_data": pages * self.side_page_bytes,
-            "scores": tokens * self.score_token_bytes,
-            "lists": tokens * self.list_token_bytes,
             "buffers": self.requests * self.buffer_tokens * slots,
             "requests": self.requests * self.request_bytes,
             "staging": self.staging_bytes if offloaded else 0,
@@ -268,8 +255,8 @@ class MemoryModel:
         return sum(layer.token_bytes for layer in self.layers) - down
 
     def _page_bytes(self, offloaded: int) -> int:
-        beside = self.head_token_bytes + self.score_token_bytes + self.list_token_bytes
-        return self.page_size * (self._token_bytes(offloaded) + beside) + self.side_page_bytes
+        tokens = self._token_bytes(offloaded) + self.head_token_bytes
+        return self.page_size * tokens + self.side_page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

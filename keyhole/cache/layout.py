@@ -141,7 +141,6 @@ _LOGIT_BYTES = 8
 #: A process holds about twice the live memory of a step, since allocators retain freed memory:
 #: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
 _KEPT_BY_ALLOCATOR = 2
-_SCORE_BYTES = 4
 #: A buffer slot stores its token, per head, as an int32.
 _ENTRY_BYTES = 4
 
@@ -169,16 +168,14 @@ def memory_model(
     token_budget: int,
     prefill_chunk: int,
     page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
-    num_scores: int = 0,
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
 ) -> MemoryModel:
     """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
-    shapes of side data per page, of all layers and of the head. num_scores: float32 scores of a
-    token, which a step has for all tokens at once. movable: layers that the policy can offload;
-    None: all that can be. num_heads: as for `layer_memory`.
+    shapes of side data per page, of all layers and of the head. movable: layers that the policy can
+    offload; None: all that can be. num_heads: as for `layer_memory`.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -195,7 +192,6 @@ def memory_model(
         weight_bytes=size.weight_bytes,
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
-        score_token_bytes=_SCORE_BYTES * num_scores,
         request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )

@@ -203,7 +203,6 @@ def _under_policy(
         policy,
         size,
         allocation.page_data(geometry, policy, head),
-        head,
         layers=layers,
         requests=settings.requests,
         prefill_chunk=EngineConfig.prefill_chunk,

@@ -92,16 +92,12 @@ def memory_of(
     policy: Policy,
     size: ModelSize,
     data: Sequence[PageData],
-    head: HeadConfig | None,
     *,
     layers: tuple[int, ...],
     requests: int,
     prefill_chunk: int,
 ) -> MemoryModel:
-    """The memory model of an engine with this resolved policy; `layers` may be offloaded.
-
-    head: its retrieval head, whose attention weights of all tokens are in memory at once.
-    """
+    """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
     return memory_model(
         geometry,
         size,
@@ -109,7 +105,6 @@ def memory_of(
         token_budget=getattr(policy, "token_budget", None) or 1,
         prefill_chunk=prefill_chunk,
         page_data=data,
-        num_scores=0 if head is None else head.num_heads,
         movable=layers,
         num_heads=policy.selection_heads(geometry),
     )
@@ -170,7 +165,6 @@ def allocate(
             policy,
             model_size(model, head if draft is None else draft, gate),
             data,
-            config_of_head,
             layers=() if config.offload is None else movable(geometry, policy),
             requests=num_rows,
             prefill_chunk=config.prefill_chunk,
