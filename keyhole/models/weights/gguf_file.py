@@ -67,10 +67,10 @@ def keeps_blocks(found: ModelFiles, config: Any) -> bool:
 
     An adapter is merged into plain numbers, and recurrent layers read their matrices themselves.
     """
-    from gguf import GGUFReader
-
     if found.gguf is None or found.adapter is not None or families.recurrent_layers(config):
         return False
+    from gguf import GGUFReader  # an extra, which other models do not need
+
     try:
         reader = GGUFReader(found.config)
     except (OSError, ValueError, IndexError):  # damaged: transformers says so
