@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -107,3 +109,25 @@ def test_a_class_has_a_name_of_its_own() -> None:
                 found.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert len(found) > 200
     assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+_WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"gguf", "fastapi", "uvicorn"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from keyhole import LLM, SamplingParams
+
+print(len(LLM("tiny", device="cpu").generate("facts :", SamplingParams(max_tokens=3)).token_ids))
+"""
+
+
+def test_a_model_runs_without_the_extras() -> None:
+    """A file of blocks was looked for in every model, by a package that only such files need."""
+    done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in {"1", "2", "3"}
