@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", nargs="?", metavar="MODEL", help="the same as --model")
     flags.add_model(parser)
     flags.add_adapters(parser)
+    flags.add_device_map(parser)
     text = "folder or hub id of a tokenizer; default: the model's own"
     parser.add_argument("--tokenizer", metavar="PLACE", help=text)
     flags.add_settings(parser, ServerConfig, "server")

@@ -148,7 +148,7 @@ def test_the_environment_is_asked_for_before_anything_is_done(
 
 def test_it_is_measured_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "device", torch.device)  # as where there is a GPU
-    with pytest.raises(ConfigError, match="device 'cuda' must be cpu beside llama_cpp"):
+    with pytest.raises(ConfigError, match="device 'cuda' must be cpu with llama_cpp"):
         run.run(settings(device="cuda"), lambda *_: None)
 
 

@@ -246,7 +246,7 @@ def test_the_host_waits_for_a_gpu_before_it_reads_offloaded_pages(
     waited: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(cache, "_device", torch.device("cuda"))
+    monkeypatch.setattr(cache, "device", torch.device("cuda"))
     cache.offload_layer(0, PinnedTier())
     cache.release(pages[:90])
     for touches in (cache.pack, lambda: cache.cut(50), lambda: cache.make_resident(0)):

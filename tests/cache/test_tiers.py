@@ -349,7 +349,7 @@ def test_the_host_waits_for_a_gpu_before_it_writes_offloaded_pages(
     waited: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(cache, "_device", torch.device("cuda"))
+    monkeypatch.setattr(cache, "device", torch.device("cuda"))
     cache.content(pages)
     assert waited == []  # everything is resident
     cache.offload_layer(0, PinnedTier())

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import keyhole
 from keyhole import LLM, Delta
@@ -37,6 +38,13 @@ def test_every_setting_of_the_llm_and_of_the_server_is_a_flag() -> None:
     wanted |= {field.name for field in dataclasses.fields(EngineConfig)}
     wanted |= {field.name for field in dataclasses.fields(ServerConfig)}
     assert wanted <= found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to spread layers over")
+def test_a_device_map_without_gpus_is_refused(run: Run, path: str) -> None:
+    ran = run("serve", path, "--device-map", "auto")
+    assert ran.status == 2
+    assert "device_map='auto' spreads layers over GPUs, and there is none" in ran.err
 
 
 def test_it_says_where_it_listens_what_it_runs_and_what_fits(

@@ -105,7 +105,7 @@ def test_a_pre_empted_request_goes_on_in_its_grammar(tmp_path: Path) -> None:
     ("grammar", "said"),
     [
         ('{"type": "obj"}', "Invalid type: obj"),
-        ('{"type": ', "no JSON object"),
+        ('{"type": ', "not a JSON object"),
         ("start: missing", 'unknown name: "missing"'),
     ],
 )

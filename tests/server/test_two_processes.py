@@ -96,7 +96,9 @@ def test_completions_of_a_prompt_with_logprobs_and_reads(llm: LLM) -> None:
 
     for pieces, result in zip(asyncio.run(main()), wanted, strict=True):
         assert [token for one in pieces for token in one.token_ids] == result.token_ids
-        assert [best for one in pieces for best in one.logprobs] == result.logprobs
+        found = [best for one in pieces for best in one.logprobs]
+        # Which requests share a step, on which rounding depends, is a matter of when they arrive.
+        assert found == [pytest.approx(best, abs=1e-5) for best in result.logprobs or ()]
         assert sum(len(one.reads) for one in pieces) == len(result.reads or ())
         assert pieces[0].prompt_token_ids == result.prompt_token_ids
         assert pieces[-1].result.finish_reason == result.finish_reason

@@ -71,6 +71,15 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device_map(parser: argparse.ArgumentParser) -> None:
+    """--device-map, for a model larger than one GPU."""
+    parser.add_argument(
+        "--device-map",
+        choices=("auto",),
+        help="auto: spread the model's layers over all GPUs; default: all on --device",
+    )
+
+
 def adapters_of(arguments: argparse.Namespace) -> dict[str, str]:
     """The folders of the adapters, by name; ConfigError for a name without one."""
     found = {}
@@ -184,12 +193,16 @@ def load_model(arguments: argparse.Namespace) -> Model:
     """The model that the arguments name."""
     weight_format(arguments.weights)  # refused before the model is loaded
     adapters = adapters_of(arguments)
+    device_map = getattr(arguments, "device_map", None)
     found = find_model(arguments)
     terminal.status(f"loading {arguments.model or TINY} ...")
     quiet()
     from keyhole.bench import measure
     from keyhole.exactness_gate import require
+    from keyhole.models.device_map import require_alone
     from keyhole.models.loading import load_files
+
+    require_alone(device_map, arguments.device, adapters)
 
     def accept(config: Any, name: str) -> None:
         measured = require(config, name)
@@ -198,8 +211,9 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
     measure.device(arguments.device)  # before the weights
     tokenizer = getattr(arguments, "tokenizer", None)
+    weights, dtype = arguments.weights, arguments.dtype
     return load_files(
-        found, arguments.device, arguments.dtype, tokenizer, accept, arguments.weights, adapters
+        found, arguments.device, dtype, tokenizer, accept, weights, adapters, device_map
     )
 
 

@@ -153,4 +153,4 @@ def test_the_command_line_compares_both(
 ) -> None:
     path = str(make("Q8_0"))
     assert main(["verify", "--model", path, "--device", "cpu", "--weights", "dequantised"]) == 0
-    assert "weights dequantised beside those as stored" in capsys.readouterr().out
+    assert "weights dequantised compared with those as stored" in capsys.readouterr().out
