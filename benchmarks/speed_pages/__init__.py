@@ -1,15 +1,15 @@
 """Writes the stored lines into the documents: `python -m benchmarks.speed_pages`.
 
     README.md          a table per device, between two comments
-    docs/results.md    step times, memory, kernels, offloaded layers, a million tokens, the papers'
-                       headline settings; right answers, which `python -m benchmarks.evaluation`
-                       writes, are left unchanged
+    docs/results.md    step times, memory, weights of few bits, several tokens per step, kernels,
+                       offloaded layers, a million tokens, the papers' headline settings; right
+                       answers, which `python -m benchmarks.evaluation` writes, are left unchanged
     docs/images/       a figure of step time against context per table, and one of repeat rates
 
 The newest line counts: for decoding per device and batch, for kernels per device, for headline
-settings per setting on a GPU, for a million tokens per shape, policy and length, and for offloading
-the newest of all. Nothing is written without a
-line; a test compares the pages with the lines.
+settings per setting on a GPU, for a million tokens per shape, policy and length, for weights of few
+bits per length and batch, and for the others the newest of all. Nothing is written without a line;
+a test compares the pages with the lines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 
 from benchmarks import ROOT, results
 from benchmarks.paper import page as headline_page
+from benchmarks.speed_pages import few_bits as few_bits_page
 from benchmarks.speed_pages import million as million_page
 from benchmarks.speed_pages import offload as offload_page
 from benchmarks.speed_pages import plot, tables
+from benchmarks.speed_pages import speculation as speculation_page
 
 BEGIN, END = "<!-- results: python -m benchmarks.speed_pages -->\n", "<!-- end of results -->"
 #: Comments around the part of docs/results.md that `benchmarks.results_page` writes.
@@ -83,6 +85,8 @@ def page(
     evaluation: str = "",
     headlines: Sequence[Line] | None = None,
     million: Sequence[Line] = (),
+    few_bits: Sequence[Line] = (),
+    speculation: Sequence[Line] = (),
 ) -> str:
     """docs/results.md; evaluation: the part of it that another program writes.
 
@@ -106,6 +110,8 @@ def page(
             *tables.memory(line),
             tables.about(line),
         ]
+    parts += few_bits_page.section(few_bits)
+    parts += speculation_page.section(speculation)
     for line in latest(kernels, _processor):
         parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
@@ -125,7 +131,8 @@ def main() -> None:
     results = docs / "results.md"
     text = evaluation(results.read_text())
     headlines = stored("headlines")
-    results.write_text(page(decode, stored("kernels"), offload, text, headlines, million))
+    rest = stored("few-bits"), stored("speculation")
+    results.write_text(page(decode, stored("kernels"), offload, text, headlines, million, *rest))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in offload[-1:]:
