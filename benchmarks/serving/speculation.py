@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--accept", type=float, default=0.8, help="of a proposed token")
     parser.add_argument("--token-budget", type=int, default=1024, help="of spe_context")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--steps", type=int, default=6, help="of a system in a round")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--dry", action="store_true", help="store nothing")
