@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--accept", type=float, default=0.8, help="of a proposed token")
     parser.add_argument("--token-budget", type=int, default=1024, help="of spe_context")
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=6, help="of a system in a round")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--dry", action="store_true", help="store nothing")
@@ -149,7 +149,7 @@ class DecodedSystem:
             tensor[pages] = torch.randn(tensor[pages].shape).to(tensor.dtype)
         engine.prefix.insert(prompt, pages, context)
         cache.release(pages)
-        params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
         sequence = engine.add(prompt, params)
         engine.step()
         assert sequence.num_cached == context // cache.page_size * cache.page_size
@@ -162,6 +162,7 @@ class DecodedSystem:
         for _ in range(steps):
             self.engine.step()
         self.seconds.append(time.perf_counter() - begin)
+        assert not self.sequence.is_finished, "fewer --rounds or --steps: the answer has ended"
         self.tokens.append(len(self.sequence.tokens) - before)
 
     def summary(self, steps: int) -> dict[str, Any]:
