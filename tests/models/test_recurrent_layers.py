@@ -250,7 +250,7 @@ def test_an_aborted_request_leaves_its_slot_to_the_next() -> None:
 def test_a_step_that_fails_halfway_advances_no_layer(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that one layer had advanced would be advanced again when the step is repeated."""
+    """Otherwise repeating the step would advance the states of some layers twice."""
     engine = engine_of(family, prefill_chunk=PAGE + 1)
     sequences = [add(engine, text) for text in texts()]
     last = engine.model.network.get_output_embeddings()
