@@ -6,16 +6,15 @@ versions and settings to --output.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
+from benchmarks import command
 from benchmarks.kernels.settings import KernelSettings
 from keyhole.bench.measure import Report
 from keyhole.cli import bench
-from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.parser import Parser
 from keyhole.config import bytes_text
-from keyhole.errors import KeyholeError
 
 _COLUMNS: bench.Columns = (
     ("operation", "op", str),
@@ -27,27 +26,18 @@ _COLUMNS: bench.Columns = (
     *bench.COMMON,
     ("of a copy's", "copy_share", "{:.0%}".format),
 )
-_PROGRAM = ("python", "-m", "benchmarks.kernels")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns its exit status."""
-    parser = Parser(prog=" ".join(_PROGRAM), description=__doc__)
-    bench.add_common(parser)
-    flags.add_settings(parser, KernelSettings, "what is measured")
-    try:
-        arguments = parser.parse_args(argv)
-        settings = KernelSettings(**flags.settings_of(arguments, KernelSettings))
-        return bench.measured("kernels", settings, arguments, _run, (_COLUMNS, 3), _PROGRAM)
-    except KeyholeError as error:
-        terminal.error(str(error))
-        return 2
 
 
 def _run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     from benchmarks.kernels import run  # after parsing the flags, as it imports torch
 
     return run.run(settings, report)
+
+
+#: Runs the benchmark with the given flags, or those of this process; returns its exit status.
+main = functools.partial(
+    command.main, "benchmarks.kernels", KernelSettings, _run, about=__doc__, table=(_COLUMNS, 3)
+)
 
 
 if __name__ == "__main__":

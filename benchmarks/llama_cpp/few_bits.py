@@ -1,4 +1,4 @@
-"""Decode steps with weights of few bits: Keyhole in bfloat16, int8 and int4, llama.cpp in Q4_0.
+"""Decode steps with quantised weights: Keyhole in bfloat16, int8 and int4, llama.cpp in Q4_0.
 
 `python -m benchmarks.llama_cpp.few_bits --contexts 2048 --batch 1`. All systems take turns in one
 run. The weights are the same random numbers, packed by each program itself, so logits are not
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.command import RatioTarget
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
-from benchmarks.targets import RatioTarget
 from keyhole.bench.decode import WARM_UP
 from keyhole.bench.measure import Report, Result, Turn, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights

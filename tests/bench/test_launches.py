@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.offload.loading import ForcedText, Loading
 from benchmarks.paper.page import section
 from keyhole.bench import measure, model
 from keyhole.bench.measure import NotRecordedError, checked, launches, together
-from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.engine import engine as core
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 class Refuses(RunAgain):
-    """A GPU on which nothing can be recorded."""
+    """A GPU on which no graph can be captured."""
 
     def record(self, work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing")
