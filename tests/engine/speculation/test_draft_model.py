@@ -29,7 +29,8 @@ from keyhole import (
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import load
-from keyhole.models.model import DRAFT_FOLDER, Model
+from keyhole.models.model import Model
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.retrieval.draft import DraftModel
 from tests.checkpoints import make_config, make_model, make_network
 from tests.engine.speculation.drafts import replaying
