@@ -7,15 +7,14 @@ versions and settings to --output.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import command
 from benchmarks.kernels.settings import KernelSettings
 from keyhole.bench.measure import Report
 from keyhole.cli import bench
-from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.parser import Parser
 from keyhole.config import bytes_text
-from keyhole.errors import KeyholeError
 
 _COLUMNS: bench.Columns = (
     ("operation", "op", str),
@@ -27,21 +26,19 @@ _COLUMNS: bench.Columns = (
     *bench.COMMON,
     ("of a copy's", "copy_share", "{:.0%}".format),
 )
-_PROGRAM = ("python", "-m", "benchmarks.kernels")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns its exit status."""
-    parser = Parser(prog=" ".join(_PROGRAM), description=__doc__)
-    bench.add_common(parser)
-    flags.add_settings(parser, KernelSettings, "what is measured")
-    try:
-        arguments = parser.parse_args(argv)
-        settings = KernelSettings(**flags.settings_of(arguments, KernelSettings))
-        return bench.measured("kernels", settings, arguments, _run, (_COLUMNS, 3), _PROGRAM)
-    except KeyholeError as error:
-        terminal.error(str(error))
-        return 2
+    return command.main(
+        "kernels",
+        KernelSettings,
+        _run,
+        module="benchmarks.kernels",
+        description=__doc__,
+        argv=argv,
+        table=(_COLUMNS, 3),
+    )
 
 
 def _run(settings: KernelSettings, report: Report) -> dict[str, Any]:

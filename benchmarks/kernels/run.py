@@ -28,7 +28,7 @@ from benchmarks.kernels import (
 from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import KernelSettings
-from benchmarks.targets import ratio_targets
+from benchmarks.kernels.targets import ratio_targets
 from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
 from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known

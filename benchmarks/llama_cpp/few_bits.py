@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.command import RatioTarget
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
-from benchmarks.targets import RatioTarget
 from keyhole.bench.decode import WARM_UP
 from keyhole.bench.measure import Report, Result, Turn, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.command import RatioTarget
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, LlamaCpp
-from benchmarks.targets import RatioTarget
 from keyhole.bench import decode, measure
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import DecodeSettings

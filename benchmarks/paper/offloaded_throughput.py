@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.offload.loading import WARM_UP, ForcedText, Loading, timed
 from benchmarks.paper.kinds import OFFLOADED_SYSTEMS, ThroughputSettings
 from keyhole.bench import decode
 from keyhole.bench.model import RandomKV, prompts, release_memory
-from keyhole.bench.offload_loading import WARM_UP, ForcedText, Loading, timed
 from keyhole.bench.settings import PAGE_SIZE
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.errors import CapacityError, ConfigError

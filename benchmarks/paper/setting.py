@@ -11,6 +11,8 @@ import torch
 
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.settings import KernelSettings
+from benchmarks.offload import run as offload
+from benchmarks.offload.settings import OffloadSettings
 from benchmarks.paper import documents, throughput
 from benchmarks.paper.kinds import DocumentSettings, StepSettings, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import SteadyHead
@@ -27,11 +29,11 @@ from benchmarks.paper.settings import (
     step_at,
 )
 from benchmarks.paper.traffic_lower_bound import weights_read
-from keyhole.bench import decode, measure, offload
+from keyhole.bench import decode, measure
 from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.measure import Report
 from keyhole.bench.model import RESERVE_BYTES
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, OffloadSettings, require_known
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, require_known
 
 Line = dict[str, Any]
 

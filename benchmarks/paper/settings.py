@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.kernels.settings import KernelSettings
+from benchmarks.offload.loading import ELASTIC, NO_ELASTIC
+from benchmarks.offload.settings import OffloadSettings
 from benchmarks.paper.kinds import DocumentSettings, StepSettings, ThroughputSettings
-from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC
-from keyhole.bench.settings import DecodeSettings, OffloadSettings
+from keyhole.bench.settings import DecodeSettings
 from keyhole.config import parse_bytes
 
 Asked = (

@@ -39,7 +39,7 @@ from keyhole.engine import engine as engine_module
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation import verifier
-from keyhole.models.fast_layers import speed_up_linear
+from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.retrieval.config import HeadConfig
@@ -62,8 +62,8 @@ def main() -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--accept", type=float, default=0.8, help="of a proposed token")
     parser.add_argument("--token-budget", type=int, default=1024, help="of spe_context")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=4, help="of a system in a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6, help="of a system in a round")
     parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--dry", action="store_true", help="store nothing")
     arguments = parser.parse_args()
@@ -114,8 +114,7 @@ def random_draft(model: Model) -> DraftModel:
     for parameter in draft.parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=parameter.shape[1] ** -0.5)
-    speed_up_linear(draft, model.device)
-    return draft
+    return speed_up_draft(draft, model.device)
 
 
 class DecodedSystem:
@@ -181,11 +180,12 @@ def compare(model: Model, draft: DraftModel, context: int, args: Any) -> dict[st
     """The systems at one context, taking turns."""
     names = ["full", "full+draft", "spe_context+draft"]
     systems = [DecodedSystem(name, model, draft, context, args) for name in names]
-    dice = random.Random(0)
+    # Every system has the same luck.
+    dice = {system.sequence: random.Random(0) for system in systems}
 
     def replayed(sequence: Sequence, before: int, proposed: Tokens[int]) -> bool:
         made = len(sequence.tokens) - before
-        return made <= len(proposed) and dice.random() < args.accept
+        return made <= len(proposed) and dice[sequence].random() < args.accept
 
     with mock.patch.object(verifier, "_was_right", replayed):
         for system in systems:

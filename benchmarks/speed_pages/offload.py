@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.offload.loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
 from benchmarks.speed_pages import tables
-from keyhole.bench.offload_loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
 from keyhole.drawing import FAINT, INK, picture
 
 Line = dict[str, Any]

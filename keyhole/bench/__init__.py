@@ -1,7 +1,6 @@
 """What users measure on their own machine: `keyhole bench`.
 
     decode      time and memory of a decode step over a long cache, compared with transformers
-    offload     what offloaded layers cost, by how they are loaded
     admission   the steps of other requests while a question over stored documents is admitted
 
 All systems of a run take turns, in an order that rotates, and must agree before they are timed.

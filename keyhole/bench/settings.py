@@ -76,7 +76,7 @@ class BenchSettings:
     batch: int = setting(1, "sequences per step")
     repeat: int = setting(
         None,
-        "timed calls of each system; None: 11 for decode, 100 for offload, 15 for admission",
+        "timed calls of each system; None: 11 for decode, 15 for admission",
     )
     shape: str = setting(
         None,
@@ -127,54 +127,6 @@ class DecodeSettings(BenchSettings):
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadSettings:
-    """The benchmark of loading from offloaded layers, on the bundled model."""
-
-    budgets: tuple[int, ...] = setting(
-        (64, 128, 256, 512, 1024), "token budgets in ascending order"
-    )
-    policies: Names = setting(  # noqa: RUF009
-        ("spe_context", "delta"),
-        "policies that select, with settings as in delta:recent_pages=4; one whose name sets a "
-        "token_budget is measured only at this budget",
-    )
-    words: int = setting(2048, "words of a derivation, including its answer")
-    items: int = setting(2, "derivations")
-    folder: str | None = setting(
-        None,
-        "folder of the offloaded layers; None: the temporary folder; a GPU offloads to RAM",
-    )
-    repeat: int = setting(100, "number of timed steps at the end of each derivation")
-    context: int | None = setting(
-        None, "also measure a model with random weights at this many tokens; None: do not"
-    )
-    shape: str = setting("llama-3.2-1b", "shape of that model")
-    memory: int | None = setting(
-        None,
-        "bytes of memory for that model and its cache; None: offload all layers that can be",
-    )
-    trace: str | None = setting(
-        None,
-        "also write a Chrome trace of some steps to this file; of that model if it is measured",
-    )
-    device: str = setting("auto", DEVICES)
-
-    def __post_init__(self) -> None:
-        counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
-        good = counts and sorted(set(self.budgets)) == list(self.budgets)
-        require(good, "budgets", self.budgets, "numbers of tokens in ascending order")
-        object.__setattr__(self, "policies", specs(self.policies))
-        require(bool(self.policies), "policies", self.policies, "at least one")
-        require_counts(self, "words", least=96)  # see keyhole.eval.tiny_language.tasks.make
-        require_counts(self, "items", "repeat")
-        pages = self.context is None or (is_count(self.context) and self.context % PAGE_SIZE == 0)
-        require(pages, "context", self.context, f"a multiple of {PAGE_SIZE}")
-        fits = self.memory is None or self.context is not None
-        require(fits, "memory", self.memory, "left out without context: it is for that model")
-        require_known("shape", [self.shape], SHAPES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Measures this machine: decode steps next to transformers (decode), offloading (offload), how long
-steps of other requests take while a question over stored documents is admitted (admission), or load
-on a running server (serve).
+"""Measures this machine: decode steps next to transformers (decode), how long steps of other
+requests take while a question over stored documents is admitted (admission), or load on a running
+server (serve).
 
-offload and admission use the bundled model. All systems of a run take turns and must agree before
+admission uses the bundled model. All systems of a run take turns and must agree before
 they are timed. Every run adds a line with its machine, versions and settings to --output.
 """
 
@@ -20,11 +20,10 @@ from keyhole.bench.settings import (
     AdmissionSettings,
     BenchSettings,
     DecodeSettings,
-    OffloadSettings,
     ServeSettings,
 )
 from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.terminal import LINES, TRACE, Output, check_outputs
+from keyhole.cli.common.terminal import LINES, Output, check_outputs
 from keyhole.config import bytes_text
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.line_file import LineFile
@@ -40,13 +39,11 @@ Table = tuple[Columns, int]
 #: Benchmarks by name: their settings, and the flags that only they have.
 SETTINGS: dict[str, type[Any]] = {
     "decode": DecodeSettings,
-    "offload": OffloadSettings,
     "admission": AdmissionSettings,
     "serve": ServeSettings,
 }
 _OWN = {
     "decode": ("systems", "token_budget", "layers"),
-    "offload": ("budgets", "policies", "words", "items", "folder", "context", "memory", "trace"),
     "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
     "serve": tuple(field.name for field in dataclasses.fields(ServeSettings)),
 }
@@ -80,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError("benchmark", name, SETTINGS)
     _check_own(arguments, name)
     settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
-    check_outputs(Output("--trace", arguments.trace, TRACE))
     return measured(name, settings, arguments, _RUNS[name])
 
 
@@ -88,13 +84,6 @@ def _decode(settings: DecodeSettings, report: Report) -> dict[str, Any]:
     from keyhole.bench import decode
 
     return decode.run(settings, report)
-
-
-def _offload(settings: OffloadSettings, report: Report) -> dict[str, Any]:
-    from keyhole.bench import measure, offload
-    from keyhole.models.loading import load
-
-    return offload.run(load(keyhole.tiny(), str(measure.device(settings.device))), settings, report)
 
 
 def _admission(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
@@ -125,7 +114,6 @@ def _flat(result: dict[str, Any]) -> dict[str, Any]:
 
 _RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "decode": _decode,
-    "offload": _offload,
     "admission": _admission,
     "serve": _serve,
 }
@@ -212,18 +200,6 @@ _DECODE: Columns = (
 )
 
 
-_OFFLOAD: Columns = (
-    ("policy", "policy", str),
-    ("budget", "budget", str),
-    ("system", "system", str),
-    ("step", "step_ms", milliseconds),
-    ("time / resident", "ratio_to_resident", "{:.2f}".format),
-    ("waiting", "stall_ms", milliseconds),
-    ("moved per step", "moved_bytes", bytes_text),
-    ("hits", "hit_rate", "{:.1%}".format),
-    ("repeated", "repeat_rate", "{:.1%}".format),
-    ("right words", "right_share", "{:.1%}".format),
-)
 _ADMISSION: Columns = (
     ("reuse", "method", str),
     ("stored", "stored_tokens", "{:,}".format),
@@ -248,7 +224,6 @@ _SERVE: Columns = (
 )
 _TABLES: dict[str, Table] = {
     "decode": (_DECODE, 2),
-    "offload": (_OFFLOAD, 3),
     "admission": (_ADMISSION, 1),
     "serve": (_SERVE, 0),
 }

@@ -57,7 +57,7 @@ class Model:
     weights: str | None = None
     layer_devices: tuple[torch.device, ...] | None = None
     adapters: Adapters = field(default_factory=Adapters)
-    watched: dict[int, Any] = field(default_factory=dict)
+    watched: dict[int, Any] = field(default_factory=dict, init=False)
 
     def geometry(self, page_size: int) -> Geometry:
         """The model's shape for a cache of this page size."""

@@ -94,13 +94,18 @@ class DraftModel(DraftLayer):
 
         hidden [T, H]: what `project` was given. mixed: attention [T, heads, D].
         """
-        hidden = hidden.to(self.o.weight.dtype)
+        hidden = hidden.to(self.norm.weight.dtype)
         if self.shape.norm_before_residual:
             hidden = self.head.feature_norm(hidden)
         out = self.finish(hidden, mixed.to(hidden.dtype))
         normed = self.norm(out)
         tokens = self.target_ids[self.lm_head(normed).argmax(-1)]
         return tokens, normed if self.shape.norm_output else out
+
+    @property
+    def proposing_layers(self) -> list[nn.Linear]:
+        """The linear layers that only proposals depend on, not the queries and keys."""
+        return [self.v, self.o, self.gate, self.up, self.down, self.lm_head]
 
     @classmethod
     def from_eagle3(cls, path: str | Path, target: nn.Module) -> DraftModel:

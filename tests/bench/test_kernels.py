@@ -16,7 +16,7 @@ from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.cases import KernelCase
 from benchmarks.kernels.layer import Layer
 from benchmarks.kernels.settings import OPS, KernelSettings
-from benchmarks.targets import ratio_targets
+from benchmarks.kernels.targets import ratio_targets
 from keyhole import kernels
 from keyhole.bench import measure, model
 from keyhole.bench.decode import DisagreementError, relative_error

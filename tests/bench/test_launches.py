@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.offload.loading import ForcedText, Loading
 from benchmarks.paper.page import section
 from keyhole.bench import measure, model
 from keyhole.bench.measure import NotRecordedError, checked, launches, together
-from keyhole.bench.offload_loading import ForcedText, Loading
 from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.engine import engine as core

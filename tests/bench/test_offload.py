@@ -12,12 +12,10 @@ import torch
 
 import keyhole
 from benchmarks import speed_pages
-from benchmarks.speed_pages import offload as offload_page
-from keyhole.bench import measure, offload, offload_loading
-from keyhole.bench.decode import DisagreementError
-from keyhole.bench.model import RESERVE_BYTES, Weights, make_weights
-from keyhole.bench.offload import run_large
-from keyhole.bench.offload_loading import (
+from benchmarks.offload import loading
+from benchmarks.offload import run as offload
+from benchmarks.offload.__main__ import main
+from benchmarks.offload.loading import (
     ELASTIC,
     NO_ELASTIC,
     NO_OVERLAP,
@@ -26,7 +24,13 @@ from keyhole.bench.offload_loading import (
     ForcedText,
     SelectionOverlap,
 )
-from keyhole.bench.settings import DecodeSettings, OffloadSettings
+from benchmarks.offload.run import run_large
+from benchmarks.offload.settings import OffloadSettings
+from benchmarks.speed_pages import offload as offload_page
+from keyhole.bench import measure
+from keyhole.bench.decode import DisagreementError
+from keyhole.bench.model import RESERVE_BYTES, Weights, make_weights
+from keyhole.bench.settings import DecodeSettings
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.resident_buffer import Resident
 from keyhole.errors import ConfigError, UnknownNameError
@@ -145,7 +149,7 @@ def test_a_trace_shows_copies_overlapping_with_steps(
         run_large(asked, str(tmp_path))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = {e["name"]: e for e in events if e["name"].startswith("step ")}
-    assert list(steps) == [f"step {i}" for i in range(offload_loading.STEPS)]
+    assert list(steps) == [f"step {i}" for i in range(loading.STEPS)]
     copies = [e for e in events if e["name"] == "keyhole::load_missing"]
     assert {e["tid"] for e in copies} != {steps["step 0"]["tid"]}
     for step in steps.values():
@@ -203,13 +207,25 @@ def test_what_cannot_be_measured_is_refused_at_once(
     for given, error in (
         ({"budgets": (64, 1024)}, "words 120 must be large enough"),
         ({"policies": ("delta", "nobody")}, "unknown policy 'nobody'"),
+        ({"policies": ("quest:bugdet=1",)}, "unknown setting of policy quest 'bugdet'"),
     ):
         with pytest.raises((ConfigError, UnknownNameError), match=error):
             offload.run(model, settings(**given), lambda *_: None, head)
     wrong = ({"budgets": (64, 32)}, {"budgets": ()}, {"items": 0}, {"words": 50}, {"memory": 1})
-    for given in wrong:
+    for given in (*wrong, {"policies": ()}, {"context": 50}):
         with pytest.raises(ConfigError, match=f"{next(iter(given))} "):
             settings(**given)
+
+
+def test_a_file_of_others_is_not_replaced_by_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("a letter")
+    lines = str(tmp_path / "lines.jsonl")
+    assert main(["--trace", str(file), "--output", lines, "--device", "cpu"]) == 2
+    assert "exists and is not a Chrome trace" in capsys.readouterr().err
+    assert file.read_text() == "a letter"
 
 
 def test_without_a_head_the_command_that_makes_one_is_named(

@@ -18,7 +18,6 @@ KINDS = [
     terminal.LINES,
     terminal.LAYERS,
     terminal.POLICY,
-    terminal.TRACE,
     terminal.PAGE,
 ]
 
@@ -29,9 +28,7 @@ COMMANDS = [
     "calibrate --plot recall.png",
     "plan --total-memory 8GiB --plot plan.png",
     "demo --output demo.png",
-    "bench offload --output offload.jsonl",
     "bench decode --output decode.jsonl",
-    "bench offload --trace trace.json",
     "eval --output lines.jsonl",
     "eval --html page.html",
     "eval --suite attention --output lines.jsonl",

@@ -10,6 +10,7 @@ import pytest
 import tqdm
 
 from benchmarks.kernels import __main__ as kernels
+from benchmarks.offload import __main__ as offload
 from keyhole.bench import measure
 from keyhole.cli import main
 from tests.cli.conftest import Run
@@ -25,10 +26,12 @@ COMMANDS = {
     ),
     "kernels": ((*SMALL, "--ops", "append"), {"operations", "measure"}),
     "offload": (
-        ("bench", "offload", "--items", "1", "--words", "96", "--budgets", "64", "--repeat", "8"),
+        ("--items", "1", "--words", "96", "--budgets", "64", "--repeat", "8"),
         {"budgets", "compare", "measure"},
     ),
 }
+
+PROGRAMS = {"kernels": kernels.main, "offload": offload.main}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,7 @@ def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     """`bench decode` said nothing while it made weights, a minute for larger shapes."""
     line, bars = COMMANDS[command]
     more = ("--model", path) if command == "verify" else ("--output", str(tmp_path / "lines"))
-    program = (lambda given: kernels.main([*given])) if command == "kernels" else main
+    program = PROGRAMS.get(command, main)
     ran = run_on_terminal(*line, *more, out=False, program=program)
     assert ran.status == 0, ran.err
     found = shares(ran.err)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.offload import loading
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
-from keyhole.bench import offload_loading
 from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.model import RandomKV, make_weights, prompts
 from keyhole.bench.settings import ALL_BASELINES, MORE_BASELINES, DecodeSettings
@@ -76,7 +76,7 @@ def test_a_captured_step_is_the_step_again_and_again(
 
 def test_a_trace_shows_what_ran_on_the_gpu(tmp_path: Path) -> None:
     numbers = torch.ones(1 << 20, device="cuda")
-    offload_loading.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
+    loading.write(tmp_path / "trace.json", lambda: numbers.mul(2), torch.device("cuda"))
     assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
 
 
@@ -113,7 +113,7 @@ def test_elastic_loads_overlap_with_other_work(tmp_path: Path) -> None:
 
     step()  # compiles
     file = tmp_path / "trace.json"
-    offload_loading.write(file, step, torch.device(DEVICE))
+    loading.write(file, step, torch.device(DEVICE))
     loads.close()
     assert loads.total.misses > 0
     assert beside_each_other(file)

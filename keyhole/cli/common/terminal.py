@@ -249,7 +249,6 @@ PICTURE = OutputKind("a picture", {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf":
 LINES = OutputKind("lines of `keyhole eval` or `keyhole bench`", {"": b'{"benchmark": "'})
 LAYERS = OutputKind("layers of `keyhole calibrate`", {"": b'{\n  "model": "'})
 POLICY = OutputKind("a settings file of `keyhole eval`", {".json": b'{\n  "policy": "'})
-TRACE = OutputKind("a Chrome trace", {"": b'{\n  "schemaVersion"'})
 PAGE = OutputKind(
     "a page of `keyhole eval`",
     {

@@ -36,6 +36,8 @@ from keyhole.kernels import PagedQuery
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.fast_layers import speed_up_linear
 from keyhole.models.model import Model
+from keyhole.models.weights.packing import pack_layers
+from keyhole.models.weights.weight_format import WeightFormat
 from keyhole.policies.base import ChoiceBlocks, HeadWeights
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.draft import DraftModel
@@ -212,8 +214,18 @@ def load_draft(folder: str | None, model: Model) -> DraftModel:
             f"draft='eagle3' needs a draft model, and {model.name!r} has no folder "
             f"{DRAFT_FOLDER!r}; name one as draft='eagle3:FOLDER'"
         )
-    draft = DraftModel.from_eagle3(place, model.network)
-    speed_up_linear(draft, model.device)
+    return speed_up_draft(DraftModel.from_eagle3(place, model.network), model.device)
+
+
+def speed_up_draft(draft: DraftModel, device: torch.device) -> DraftModel:
+    """The draft with the layers that are fast on its device.
+
+    On a CPU, weights that only proposals depend on are packed in 8 bits: a proposal takes the time
+    of reading them, and an error in them can cost an accepted token but never change one.
+    """
+    if device.type == "cpu":
+        pack_layers(draft.proposing_layers, WeightFormat(bits=8))
+    speed_up_linear(draft, device)
     return draft
 
 

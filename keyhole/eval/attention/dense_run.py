@@ -335,7 +335,7 @@ class ObservedModel(Model):
     @classmethod
     def of(cls, model: Model, observe: Observer) -> Self:
         """The same model, observed."""
-        own = {one.name: getattr(model, one.name) for one in dataclasses.fields(Model)}
+        own = {one.name: getattr(model, one.name) for one in dataclasses.fields(Model) if one.init}
         return cls(**own, observe=observe)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, rows: Tensor) -> Tensor:

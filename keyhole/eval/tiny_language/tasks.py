@@ -348,10 +348,11 @@ def direct_row(rng: Random, length: int) -> Row:
 
 
 def _asked_row(rng: Random, length: int, weighted: dict[str, float]) -> Row:
-    kinds: list[str] = []
-    while not kinds:
+    while True:
         world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
         kinds = [kind for kind in weighted if is_possible(kind, world)]
+        if kinds:
+            break
     row: Row = ([BOS], [False])
     append_words(row, world.words, False)
     weights = [weighted[kind] for kind in kinds]

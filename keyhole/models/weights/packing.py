@@ -12,7 +12,7 @@ shares its weights (tied) uses the same codes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -171,12 +171,24 @@ def pack_weights(network: Any, wanted: WeightFormat, name: str) -> None:
     logging.getLogger("keyhole").info("the weights of %r are packed as %s", name, wanted.name)
 
 
+def pack_layers(layers: Iterable[nn.Linear], wanted: WeightFormat) -> None:
+    """Packs the weights of these linear layers where the size of their inputs allows it."""
+    for layer in layers:
+        if _fits(layer, wanted):
+            packed = kernels.pack(layer.weight.detach(), wanted.bits, wanted.group_size)
+            replace_weight(layer, PackedLinear, packed)
+
+
 def _layers(network: Any, wanted: WeightFormat) -> Iterator[Any]:
     """The linear layers that are packed."""
     for name, module in network.named_modules():
-        fits = type(module) is nn.Linear and module.in_features % max(BLOCK, wanted.group_size) == 0
-        if fits and name.rpartition(".")[2] not in LEFT:
+        plain = type(module) is nn.Linear and _fits(module, wanted)
+        if plain and name.rpartition(".")[2] not in LEFT:
             yield module
+
+
+def _fits(layer: nn.Linear, wanted: WeightFormat) -> bool:
+    return layer.in_features % max(BLOCK, wanted.group_size) == 0
 
 
 def _require_linear(network: Any, wanted: WeightFormat, name: str) -> None:

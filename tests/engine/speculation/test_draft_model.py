@@ -28,10 +28,12 @@ from keyhole import (
 )
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.loading import load
 from keyhole.models.model import Model
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.models.weights.packing import PackedLinear
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_config, make_model, make_network
 from tests.engine.speculation.drafts import replaying
 from tests.engine.speculation.test_drafting import assert_drafted, assert_same, served
@@ -314,6 +316,19 @@ def test_a_named_folder_is_read(model: Model, tmp_path: Path) -> None:
     bare = load(make_model("llama_group3", tmp_path, **FIELDS), "cpu")
     engine = drafted(bare, draft=f"eagle3:{model.draft}")
     assert served(engine, ((0, prompt(9), 6),))[0].drafts.proposed > 0  # type: ignore[union-attr]
+
+
+def test_on_a_cpu_weights_that_only_proposals_depend_on_are_packed(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = make_network(make_config("llama_group3", **FIELDS | sizes))
+    path = make_draft(tmp_path, draft_vocab_size=30, intermediate_size=128, **DRAFT | sizes)
+    draft = speed_up_draft(DraftModel.from_eagle3(path, target), torch.device("cpu"))
+    packed = {name for name, layer in draft.named_modules() if isinstance(layer, PackedLinear)}
+    assert packed == {"v", "o", "gate", "up", "down", "lm_head"}
+    hidden, mixed = torch.randn(3, 64), torch.randn(3, 4, 16)
+    features = draft.step(hidden, mixed)[1]
+    plain = DraftModel.from_eagle3(path, target).step(hidden, mixed)[1]
+    assert 0 < (features - plain).norm() < 0.01 * plain.norm()
 
 
 def test_a_policy_with_another_head_is_refused(model: Model) -> None:

@@ -1,28 +1,12 @@
-"""Targets of kernels and steps, as ratios within one run (medians, the machine's best path)."""
+"""Targets of kernels, as ratios within one run (medians, the machine's best path)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.command import RatioTarget
 from keyhole.bench.measure import Result
-
-
-@dataclass(frozen=True)
-class RatioTarget:
-    """A target: at least or at most a number."""
-
-    name: str
-    value: float
-    wanted: float
-    at_least: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields of a line of results."""
-        met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
-        wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
-        return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
 
 
 def ratio_targets(results: Sequence[Result], path: str) -> list[dict[str, Any]]:

@@ -26,18 +26,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from keyhole.bench import decode, measure, offload_loading
-from keyhole.bench.decode import TOLERANCE, allowed
-from keyhole.bench.measure import Launches, Report, Result, Turn, together
-from keyhole.bench.model import (
-    RESERVE_BYTES,
-    RandomKV,
-    Weights,
-    make_weights,
-    prompts,
-    release_memory,
-)
-from keyhole.bench.offload_loading import (
+from benchmarks.offload import loading
+from benchmarks.offload.loading import (
     ELASTIC,
     RESIDENT,
     SYSTEMS,
@@ -50,7 +40,19 @@ from keyhole.bench.offload_loading import (
     recording,
     timed,
 )
-from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, DecodeSettings, OffloadSettings
+from benchmarks.offload.settings import OffloadSettings
+from keyhole.bench import decode, measure
+from keyhole.bench.decode import TOLERANCE, allowed
+from keyhole.bench.measure import Launches, Report, Result, Turn, together
+from keyhole.bench.model import (
+    RESERVE_BYTES,
+    RandomKV,
+    Weights,
+    make_weights,
+    prompts,
+    release_memory,
+)
+from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache
 from keyhole.cache.prefetch import Traffic
 from keyhole.config import require
@@ -131,7 +133,7 @@ def _measure_large(
     trace_file: str | None,
 ) -> list[Result]:
     model, repeat = case.weights.keyhole, case.settings.repeat
-    steps = _COMPARED + WARM_UP + repeat + (offload_loading.STEPS if trace_file else 0)
+    steps = _COMPARED + WARM_UP + repeat + (loading.STEPS if trace_file else 0)
     texts, given = prompts(model, 1, case.numbers.context, steps)
     short = ForcedText(prompt=texts[0], answer=given[:_COMPARED])
     errors: dict[str, float] = {}
@@ -156,7 +158,7 @@ def _measure_large(
         launched |= {peer.name: peer.launches for peer in peers}
         below = {name: system.offloaded_layers for name, system in systems.items()}
         if trace_file:
-            offload_loading.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
+            loading.write(Path(trace_file), systems[ELASTIC].engine.step, model.device)
     errors |= wrong
     loads = traffic | dict.fromkeys(turns)
     return [
@@ -268,8 +270,7 @@ def measure_budget(
             expected = system.logits(text)
         right += int((expected[:-1].argmax(-1) == torch.tensor(text.answer)).sum())
         repeats.forget()
-        loading = tqdm(SYSTEMS.items(), desc="compare", leave=False, disable=None)
-        for name, kind in loading:
+        for name, kind in tqdm(SYSTEMS.items(), desc="compare", leave=False, disable=None):
             if kind is None:
                 continue
             kind = recording(repeats) if name == ELASTIC else kind
@@ -340,10 +341,10 @@ def _trace(
 ) -> None:
     """Writes a trace of the last steps of a text."""
     with Loading(SYSTEMS[ELASTIC], model, policy, head, folder) as system:
-        system.start(text.last(WARM_UP + offload_loading.STEPS))
+        system.start(text.last(WARM_UP + loading.STEPS))
         for _ in range(WARM_UP):
             system.engine.step()
-        offload_loading.write(Path(path), system.engine.step, model.device)
+        loading.write(Path(path), system.engine.step, model.device)
 
 
 def _text(model: Model, settings: OffloadSettings, largest: int, seed: int) -> ForcedText:

@@ -1,0 +1,59 @@
+"""Command lines of the benchmarks: flags from settings, tables as results come, a stored line with
+targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.bench.measure import Report
+from keyhole.cli import bench
+from keyhole.cli.common import flags, terminal
+from keyhole.cli.common.parser import Parser
+from keyhole.errors import KeyholeError
+
+
+@dataclass(frozen=True)
+class RatioTarget:
+    """A target: at least or at most a number."""
+
+    name: str
+    value: float
+    wanted: float
+    at_least: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields of a line of results."""
+        met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
+        wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
+        return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
+
+
+def main(
+    name: str,
+    settings_class: type[Any],
+    run: Callable[[Any, Report], dict[str, Any]],
+    *,
+    module: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    table: bench.Table | None = None,
+) -> int:
+    """Runs `python -m MODULE` with these flags; returns its exit status.
+
+    name: of the benchmark, in its stored line. run: takes the settings and a function that prints
+    results. argv: None for those of this process. table: as in `bench.measured`.
+    """
+    program = ("python", "-m", module)
+    parser = Parser(prog=" ".join(program), description=description)
+    bench.add_common(parser)
+    flags.add_settings(parser, settings_class, "what is measured")
+    try:
+        arguments = parser.parse_args(argv)
+        settings = settings_class(**flags.settings_of(arguments, settings_class))
+        return bench.measured(name, settings, arguments, run, table, program)
+    except KeyholeError as error:
+        terminal.error(str(error))
+        return 2
