@@ -65,7 +65,9 @@ class Distiller(TrainingRun):
         """
         self.head.save_pretrained(folder)
         if isinstance(self.module, Draft) and self.config.inputs == "tokens+features":
-            draft_files.write(folder / DRAFT_FOLDER, self.head.config, dict(self.module.named_parameters()))
+            draft_files.write(
+                folder / DRAFT_FOLDER, self.head.config, dict(self.module.named_parameters())
+            )
 
     def _lesson(self, rng: Random, length: int) -> Lesson:
         targets = self._targets(rng, length)

@@ -400,7 +400,7 @@ class Draft(DraftLayer):
 
 
 def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
-    """Cross-entropy with the target's distribution, in nats; later steps count less.
+    """KL divergence from the target's distribution, in nats; later steps count less.
 
     A row counts by the probability that the target gives to the tokens that follow it, up to the
     one after the step: only what the target would have written is like what it will write, and a
@@ -408,12 +408,13 @@ def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
     """
     assert targets.logits is not None
     steps = targets.logits.shape[1]
-    wanted = targets.logits.softmax(-1)
+    logs = targets.logits.log_softmax(-1)
+    wanted = logs.exp()
     follow = targets.token_ids[targets.rows[:, None] + torch.arange(1, steps + 1).to(targets.rows)]
     likely = wanted.gather(-1, follow[..., None])[..., 0].cumprod(1)  # [R, steps]
     weights = likely / likely.sum(0).clamp_min(1e-9)
     total = targets.logits.new_zeros(())
     for step, logits in enumerate(draft.unroll(targets, steps)):
-        losses = -(wanted[:, step] * logits.log_softmax(-1)).sum(-1)
+        losses = (wanted[:, step] * (logs[:, step] - logits.log_softmax(-1))).sum(-1)
         total = total + DECAY**step * (weights[:, step] * losses).sum()
     return total / sum(DECAY**step for step in range(steps))
