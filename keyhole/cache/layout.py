@@ -85,7 +85,7 @@ class Geometry:
         return len(self.layers)
 
     def number(self, in_model: int) -> int:
-        """The place in `layers` of the layer that has this number in the model."""
+        """The index in `layers` of the model's layer with this number."""
         return in_model if self.in_model is None else self.in_model.index(in_model)
 
     @property

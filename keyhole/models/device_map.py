@@ -221,9 +221,9 @@ def free_bytes(place: torch.device) -> int:
 
 
 def require_memory(need: int, device: torch.device, device_map: DeviceMap, name: str) -> None:
-    """CapacityError, with both sizes, for weights of `need` bytes that the devices cannot hold.
+    """Raises CapacityError, with both sizes, if the devices cannot hold `need` bytes of weights.
 
-    Before anything is loaded: a process that asks for more memory than there is may be killed.
+    Called before anything is loaded, because the system may kill a process that runs out of memory.
     """
     devices = [device] if device_map is None else wanted_devices(device_map)
     if devices[0].type == "cpu":

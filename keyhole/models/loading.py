@@ -203,9 +203,9 @@ def _load_network(
 def _moved(
     network: Any, place: torch.device, device_map: DeviceMap, name: str
 ) -> tuple[Any, torch.device, tuple[torch.device, ...] | None]:
-    """The network on its devices, ready for inference; CapacityError if it does not fit there.
+    """Moves the network to its devices for inference; CapacityError if it does not fit.
 
-    Also its first device, and those of its layers if they are on several.
+    Also returns its first device, and the devices of its layers if there are several.
     """
     if device_map is not None:
         return network.eval(), *place_layers(network, device_map, name)

@@ -141,6 +141,11 @@ class SamKV(Reuse):
         None, "open only so many documents, found by the question in an index; None: all"
     )
 
+    @property
+    def document_limit(self) -> int | None:
+        """See `max_documents`."""
+        return self.max_documents
+
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the stable layers: as given, else calibrated for this model, else the last 4."""
         if self.update not in UPDATES:

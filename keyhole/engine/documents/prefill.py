@@ -87,10 +87,7 @@ class DocumentPrefill:
         self.filled = FilledPages(cache) if policy.shares_pages else None
 
     def check(self, context: Context) -> None:
-        """Checks that the method supports the documents and the policy.
-
-        ConfigError if not.
-        """
+        """Raises ConfigError unless the method supports the documents and the policy."""
         wanted = getattr(context.reuse, "block_size", None)
         for document in context.documents:
             if wanted is not None and document.block_size != wanted:

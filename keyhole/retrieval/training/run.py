@@ -48,7 +48,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one text gives: the loss, the recall of the selection and of the window, its tokens."""
+    """Results for one text: the loss, the recall of the selection and of the window, its tokens."""
 
     loss: Tensor
     recall: float

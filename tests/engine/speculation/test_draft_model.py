@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft beside a model: what it proposes and chooses, and that nothing else changes."""
+"""An EAGLE-3 draft of a model: its proposals and selections; outputs do not change."""
 
 from __future__ import annotations
 
