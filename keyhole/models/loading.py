@@ -265,7 +265,7 @@ def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:
     if wanted is not None and place.type != "cpu":
         raise ConfigError(
             f"weights {wanted.name!r} run on a CPU only, not on {str(place)!r}: give device='cpu', "
-            "or a checkpoint that is stored in few bits for a GPU"
+            "or a quantised checkpoint for a GPU"
         )
 
 
@@ -376,7 +376,9 @@ def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(f"a tokenizer of transformers is wanted, not {type(tokenizer).__name__}")
+        raise ModelError(
+            f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}"
+        )
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         logging.getLogger("keyhole").warning(
