@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve check test quick-tests test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
-  site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
+  site serve-docs licences package lock gpu bench-peers soak sanitize bench-hops tiny-model tiny-head tiny-draft clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -175,6 +175,18 @@ soak: $(READY) ## 100,000 mixed requests to a server, whose state must not chang
 	@.venv/bin/python -m benchmarks.serving.soak --requests $(or $(REQUESTS),100000) \
 	  --state runs/soak/state.json --documents runs/soak/documents
 
+# Small cells first. What is stored is not measured again, so the next call goes on from there.
+HOPS := .venv/bin/keyhole eval --model tiny-hops --controls --batch 24 --limit 24
+HOPS_POLICIES := quest,delta,tidal_decode,omnikv,infllm,raas,r_kv,snapkv,clusterkv,shadowkv,streaming_llm
+bench-hops: $(READY) ## the policies on "tiny-hops" by equal terms, as published and tuned: hours on one core, cell by cell
+	@for length in 1024 2048 4096; do for budget in 1/8 1/4 1/16; do for task in tiny_walk2 tiny_derive; do \
+	  $(HOPS) --terms equal --policies $(HOPS_POLICIES) --budgets $$budget --tasks $$task --lengths $$length \
+	    --output benchmarks/results/hops-equal.jsonl || exit 1; done; done; done
+	@$(HOPS) --terms published --policies $(HOPS_POLICIES) --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
+	  --output benchmarks/results/hops-published.jsonl
+	@$(HOPS) --terms tuned --policies $(HOPS_POLICIES) --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
+	  --output benchmarks/results/hops-tuned.jsonl
+
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@.venv/bin/cmake -S keyhole/kernels/csrc -B build/sanitize -DCMAKE_BUILD_TYPE=Release -DKEYHOLE_SANITIZE=ON \
@@ -193,6 +205,10 @@ tiny-head: $(READY) ## trains its retrieval head and gate again
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 	@.venv/bin/keyhole train-head --objective gate --length 4096 --tokens 1500000 --learning-rate 0.003 \
 	  --output runs/seer-gate
+
+tiny-draft: $(READY) ## trains the draft of "tiny-hops" again
+	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 \
+	  --tokens 500000 --length 512 --batch-tokens 1024 --num-queries 96 --output runs/hops-draft
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)

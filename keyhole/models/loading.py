@@ -46,7 +46,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, GATE_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -66,6 +66,7 @@ from keyhole.models.weights.stored import (
     require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
