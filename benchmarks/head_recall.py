@@ -7,6 +7,9 @@ measured for comparison. Adds a line to benchmarks/results/head-recall.jsonl, pr
 and writes the figure docs/images/head-recall.png. `--render` does only the latter two, from the
 last line. Texts are items of the bundled model's tasks with their right answers; the query tokens
 are those of the answers, as in decode steps. Seeds are those of evaluations.
+
+`--model tiny-hops` measures the other bundled model, whose lines have a file of their own and no
+figure: benchmarks/results/head-recall-hops.jsonl.
 """
 
 from __future__ import annotations
@@ -18,10 +21,7 @@ import shlex
 import sys
 from random import Random
 
-import torch
-
 import benchmarks
-import keyhole
 from benchmarks.results_page import head_table
 from keyhole.bench import measure
 from keyhole.eval import verify
@@ -37,7 +37,10 @@ TASKS = ("recall", "multiquery", "docs2", "majority", "derive")
 ITEMS = {8192: 2, 4096: 3}
 MOST_ITEMS = 4
 MOST_ROWS = 64
-OUTPUT = benchmarks.results() / "head-recall.jsonl"
+OUTPUTS = {
+    "tiny": benchmarks.results() / "head-recall.jsonl",
+    "tiny-hops": benchmarks.results() / "head-recall-hops.jsonl",
+}
 PICTURE = benchmarks.ROOT / "docs/images/head-recall.png"
 
 
@@ -55,32 +58,36 @@ def main() -> None:
     """Reads the command line, measures and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
+    parser.add_argument("--model", default="tiny", choices=OUTPUTS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
     parser.add_argument("--note", default="")
     parser.add_argument("--render", action="store_true", help="only write tables and figure")
     arguments = parser.parse_args()
+    output = OUTPUTS[arguments.model]
     if not arguments.render:
-        benchmarks.append(OUTPUT, line(arguments.heads, arguments.note))
-    last = json.loads(OUTPUT.read_text().splitlines()[-1])
-    head_table.picture(last, PICTURE)
+        benchmarks.append(output, line(arguments))
+    last = json.loads(output.read_text().splitlines()[-1])
+    if arguments.model == "tiny":
+        head_table.picture(last, PICTURE)
     print(head_table.tables(last))
 
 
-def line(named: list[str], note: str) -> dict[str, object]:
+def line(arguments: argparse.Namespace) -> dict[str, object]:
     """The stored line of one run."""
-    torch.set_num_threads(2)
-    model = load(keyhole.tiny(), "cpu", "float32")
-    places = dict(name.split("=", 1) for name in named)
+    model = load(arguments.model, "cpu", "float32")
+    lengths = arguments.lengths
+    places = dict(name.split("=", 1) for name in arguments.heads)
     heads = {n: RetrievalHead.from_pretrained(path, model.network) for n, path in places.items()}
     for inputs in ("tokens+features", "tokens"):
         heads[f"random, {inputs}"] = RetrievalHead.random(model.network, inputs=inputs)
     texts = {
         n: [text(task, n, seed) for task in TASKS for seed in range(ITEMS.get(n, MOST_ITEMS))]
-        for n in LENGTHS
+        for n in lengths
     }
     cells = verify.measure_recall(model, heads, texts, BUDGETS)
-    header = measure.header("head-recall", model.device, note)
+    header = measure.header("head-recall", model.device, arguments.note)
     header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
-    settings = {"model": model.name, "budgets": BUDGETS, "lengths": LENGTHS, "tasks": TASKS}
+    settings = {"model": model.name, "budgets": BUDGETS, "lengths": lengths, "tasks": TASKS}
     settings |= {"rows": MOST_ROWS, "items": ITEMS, "most_items": MOST_ITEMS}
     configs = {name: dataclasses.asdict(head.config) for name, head in heads.items()}
     results = [dataclasses.asdict(cell) for cell in cells]

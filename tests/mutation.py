@@ -1,7 +1,7 @@
 """The mutation score of parts of the package: how many small errors in them the tests notice.
 
-    make coverage    # which test reaches which line
-    make mutation PARTS="keyhole/planner.py keyhole/cache" SAMPLE=50
+    make coverage    # records which test reaches which line
+    make mutation ARGS="keyhole/planner.py keyhole/cache --sample 50"
 
 Cosmic Ray makes the mutants: another operator, number, condition, an empty loop ... The places are
 drawn with a fixed seed, and at each place one mutant. All tests are imported once; each mutant then

@@ -69,7 +69,7 @@ def models(draw: st.DrawFn) -> MemoryModel:
 
 
 def test_a_worked_example_of_the_papers_thresholds() -> None:
-    """Four requests to Llama-3.1-8B in 24 GiB, by hand.
+    """Four requests to Llama-3.1-8B in 24 GiB, computed by hand.
 
     1.3 (M_O + M_D) = 21,445,770,444.8 bytes leave 4,324,033,331.2 of 25,769,803,776. A token of
     all requests is 4 R H D = 16,384 bytes in a layer, and 37 layers count: 32, the head's and four

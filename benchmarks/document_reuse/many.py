@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _measure(number: int, tokens: int, methods: list[str], repeat: int) -> dict[str, Any]:
-    """Times of all methods over `number` documents of so many tokens."""
+    """Times of all methods over `number` documents of `tokens` tokens each."""
     methods = ["recompute", *(name for name in methods if name != "recompute")]
     with tempfile.TemporaryDirectory() as folder:
         llm = _engine(folder)

@@ -6,8 +6,8 @@ versions and settings to --output.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command
@@ -28,23 +28,16 @@ _COLUMNS: bench.Columns = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns its exit status."""
-    return command.main(
-        "kernels",
-        KernelSettings,
-        _run,
-        module="benchmarks.kernels",
-        description=__doc__,
-        argv=argv,
-        table=(_COLUMNS, 3),
-    )
-
-
 def _run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     from benchmarks.kernels import run  # after parsing the flags, as it imports torch
 
     return run.run(settings, report)
+
+
+#: Runs the benchmark with the given flags, or those of this process; returns its exit status.
+main = functools.partial(
+    command.main, "benchmarks.kernels", KernelSettings, _run, about=__doc__, table=(_COLUMNS, 3)
+)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 
 from benchmarks import command
 from benchmarks.llama_cpp import run
 from keyhole.bench.settings import DecodeSettings
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns its exit status."""
-    return command.main(
-        "decode",
-        DecodeSettings,
-        run.run,
-        module="benchmarks.llama_cpp",
-        description=__doc__,
-        argv=argv,
-    )
+#: Runs the benchmark with the given flags, or those of this process; returns its exit status.
+main = functools.partial(
+    command.main, "benchmarks.llama_cpp", DecodeSettings, run.run, about=__doc__, name="decode"
+)
 
 
 if __name__ == "__main__":

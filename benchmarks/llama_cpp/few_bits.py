@@ -1,4 +1,4 @@
-"""Decode steps with weights of few bits: Keyhole in bfloat16, int8 and int4, llama.cpp in Q4_0.
+"""Decode steps with quantised weights: Keyhole in bfloat16, int8 and int4, llama.cpp in Q4_0.
 
 `python -m benchmarks.llama_cpp.few_bits --contexts 2048 --batch 1`. All systems take turns in one
 run. The weights are the same random numbers, packed by each program itself, so logits are not

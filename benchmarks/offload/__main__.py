@@ -6,8 +6,8 @@ Results of all ways of loading must agree before they are timed; timings are int
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import keyhole
@@ -34,19 +34,6 @@ _COLUMNS: bench.Columns = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns its exit status."""
-    return command.main(
-        "offload",
-        OffloadSettings,
-        _run,
-        module="benchmarks.offload",
-        description=__doc__,
-        argv=argv,
-        table=(_COLUMNS, 3),
-    )
-
-
 def _run(settings: OffloadSettings, report: Report) -> dict[str, Any]:
     check_outputs(Output("--trace", settings.trace, TRACE))
     from benchmarks.offload import run  # after parsing the flags, as it imports torch
@@ -55,6 +42,12 @@ def _run(settings: OffloadSettings, report: Report) -> dict[str, Any]:
 
     model = load(keyhole.tiny(), str(measure.device(settings.device)))
     return run.run(model, settings, report)
+
+
+#: Runs the benchmark with the given flags, or those of this process; returns its exit status.
+main = functools.partial(
+    command.main, "benchmarks.offload", OffloadSettings, _run, about=__doc__, table=(_COLUMNS, 3)
+)
 
 
 if __name__ == "__main__":

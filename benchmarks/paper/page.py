@@ -136,7 +136,7 @@ def _found(name: str, target: SpeedTarget, line: Line | None) -> list[str]:
 
 
 def _slow(target: SpeedTarget, speeds: Mapping[str, float]) -> str | None:
-    """Why being faster than the target's other system is meaningless; None if it is not."""
+    """Why a speed relative to the target's other system says nothing; None if it does."""
     if target.floor is None or target.by is None or not {target.by, target.floor} <= speeds.keys():
         return None
     times = speeds[target.floor] / speeds[target.by]

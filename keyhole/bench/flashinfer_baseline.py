@@ -43,14 +43,14 @@ class _Plan:
         if self._wrapper is None:
             package = importlib.import_module("flashinfer")
             workspace = query.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
-            group = query.shape[1] // layer.keys.shape[1]
+            group = query.shape[1] // layer.key_pages.shape[1]
             self._wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "HND", use_tensor_cores=group >= _TENSOR_CORES
             )
         if self._length != layer.length:
             self._length = layer.length
             self._make(query, layer, scale)
-        out: Tensor = self._wrapper.run(query, (layer.keys, layer.values))
+        out: Tensor = self._wrapper.run(query, (layer.key_pages, layer.value_pages))
         return out
 
     def _make(self, query: Tensor, layer: _PagedLayer, scale: float) -> None:
@@ -65,7 +65,7 @@ class _Plan:
             indices.flatten(),
             torch.full((batch,), last, dtype=torch.int32, device=device),
             num_heads,
-            layer.keys.shape[1],
+            layer.key_pages.shape[1],
             dim,
             PAGE_SIZE,
             q_data_type=query.dtype,
@@ -86,19 +86,18 @@ class _PagedLayer(DynamicLayer):  # type: ignore[misc] # transformers is not typ
         """Allocates the pages, for keys and values [B, Hkv, T, D] like these."""
         super().lazy_initialization(key_states, value_states)
         pages = key_states.shape[0] * self.pages_per_sequence
-        self.keys, self.values = (
+        self.key_pages, self.value_pages = (
             x.new_empty(pages, x.shape[1], PAGE_SIZE, x.shape[3])
             for x in (key_states, value_states)
         )
+        self.keys, self.values = self.key_pages, self.value_pages
 
-    def update(
-        self, keys: Tensor, values: Tensor, *_: Any, **__: Any
-    ) -> tuple[_PagedLayer, _PagedLayer]:
-        """Appends new tokens; returns itself, which `_attend` reads from."""
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Appends new tokens; returns itself twice, as `_attend` reads from this object."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         begin, count = self.length, keys.shape[2]
-        for stored, new in ((self.keys, keys), (self.values, values)):
+        for stored, new in ((self.key_pages, keys), (self.value_pages, values)):
             pages = stored.unflatten(0, (-1, self.pages_per_sequence))  # [B, M, Hkv, page_size, D]
             if count == 1:
                 pages[:, begin // PAGE_SIZE, :, begin % PAGE_SIZE] = new[:, :, 0]

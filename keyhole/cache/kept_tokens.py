@@ -222,7 +222,7 @@ class KeptTokenRows:
         return _packed(indices, wanted & self._has(layer, indices))
 
     def _mapped(self, table: Tensor, indices: Tensor) -> Tensor:
-        """Tokens of documents by a table int32 [B, C]; the tokens after them are as they are."""
+        """Maps tokens of documents by a table int32 [B, C]; later tokens are unchanged."""
         if table.shape[1] == 0:
             return indices
         known = indices.clamp(0, table.shape[1] - 1).long()

@@ -118,12 +118,11 @@ class PageList:
             self._cache.release([own] if own != NO_PAGE else [])
 
     def move(self, positions: np.ndarray) -> bool:
-        """Makes the pages those of these positions; returns False, with nothing changed, without
-        space.
+        """Moves the list to these positions; returns False, and changes nothing, without space.
 
-        Pages of other positions serve those that have none; the rest stays until `settle`, so that
-        the caller can copy what it needs from pages by their former table. `clear` prepares new
-        pages, as after `need`.
+        Pages of dropped positions are reused for new ones. The others stay until `settle`, so that
+        the caller can copy from them through the former table. `clear` prepares new pages, as after
+        `need`.
         """
         wanted = np.unique(positions // self._size)
         others = np.setdiff1d(np.flatnonzero(self._pages != NO_PAGE), wanted)

@@ -222,9 +222,9 @@ class PageCache:
     def cut(self, count: int) -> None:
         """Frees the resident memory of all except the first `count` pages.
 
-        None of the others is in use (`pack` first). Not while a step runs. Where the system does
-        not take parts of a tensor back, tensors are replaced one by one; CapacityError if there is
-        no memory for a smaller one: the remaining tensors keep their size.
+        The other pages must be unused (call `pack` first), and no step may run. Systems that cannot
+        free part of a tensor get smaller copies, tensor by tensor. CapacityError if there is no
+        memory for a copy; the remaining tensors then keep their size.
         """
         used = self._past_last
         assert used <= count <= self.capacity, f"page {used - 1} is in use"
@@ -392,7 +392,7 @@ class PageCache:
         return self.max_pages + (self._aside is not None) - self.reserved
 
     def _grow(self, least: int) -> None:
-        """Doubles the tensors, one by one: of those that must be copied only one is held twice."""
+        """Doubles the tensors one at a time, so that at most one exists twice during its copy."""
         self.moves += 1
         self._settle()
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))

@@ -106,8 +106,9 @@ def _folder(arguments: argparse.Namespace, config: TrainingConfig) -> Path:
 def _corpus(arguments: argparse.Namespace, model: Model) -> Corpus:
     if arguments.data is None:
         from keyhole.eval.tiny_language.tasks import HeadTexts
+        from keyhole.models.locate import TINY, TINY_HOPS, bundled_name
 
-        return HeadTexts()
+        return HeadTexts(hops=bundled_name(arguments.model or TINY) == TINY_HOPS)
     from keyhole.retrieval.training.training_config import read
 
     return read(arguments.data, model.tokenizer, model.vocab_size)

@@ -324,7 +324,7 @@ class Index:
 
 
 def _listed(names: Iterable[str] | None) -> str | None:
-    """Names as SQL's json_each reads them."""
+    """Names as JSON, for SQL's json_each."""
     return None if names is None else json.dumps(list(names))
 
 

@@ -112,14 +112,14 @@ Work = Callable[[], Outputs]
 
 
 class Recorder(Protocol):
-    """Captures work; its inputs are padding meanwhile, so it may run any number of times."""
+    """Captures work. Its inputs are padding during the capture, so it may run several times."""
 
     def record(self, work: Work) -> Work:
         """A function that replays the work on the current inputs. RuntimeError on failure."""
         ...
 
     def forget(self) -> None:
-        """Frees what was captured; it will not be replayed again."""
+        """Frees the captured graphs; they cannot be replayed afterwards."""
         ...
 
 
@@ -199,7 +199,7 @@ class CudaGraphRunner:
         return ways[way]()
 
     def _shape(self, arrays: Mapping[str, np.ndarray]) -> _Shape:
-        """The buffers and graphs for the shape of these arrays; drops the least recently used."""
+        """The buffers and graphs for arrays of this shape; evicts the least recently used shape."""
         rows = batch_bucket(len(arrays["token_ids"]), self._num_rows)
         widths = {n: width_bucket(x.shape[1]) for n, x in arrays.items() if x.ndim > 1}
         key = (rows, *widths.values())
@@ -256,7 +256,7 @@ def batch_bucket(count: int, most: int) -> int:
 
 
 def width_bucket(pages: int) -> int:
-    """Pages of a graph for `pages` pages: at most a quarter more, from 64 on."""
+    """The page capacity of the graph for `pages` pages; from 64 on at most a quarter larger."""
     step = max(16, (1 << (pages - 1).bit_length()) // 8)
     return -(-pages // step) * step
 

@@ -168,8 +168,8 @@ def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | No
     place = getattr(policy, "gate", None) or model.gate
     if place is None:
         raise ConfigError(
-            f"policy {policy.name!r} needs a gate, and none lies beside {model.name!r}; train one "
-            "with `keyhole train-head --objective gate`, or give gate=FOLDER"
+            f"policy {policy.name!r} needs a gate, and there is none next to {model.name!r}; train "
+            "one with `keyhole train-head --objective gate`, or give gate=FOLDER"
         )
     gate = SeerGate.from_pretrained(place, geometry)
     return gate.to(model.device, model.dtype).requires_grad_(False)

@@ -111,7 +111,7 @@ class Runner:
 
     @property
     def replayed(self) -> int:
-        """Steps that were repeated from a recording."""
+        """The number of steps replayed as CUDA graphs."""
         return 0 if self._recorded is None else self._recorded.replayed
 
     def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor, Tensor]:

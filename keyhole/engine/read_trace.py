@@ -45,7 +45,7 @@ class Read:
 
 
 def read_of(selection: Selection | None, left: RetainedPages | None, page_size: int) -> Read | None:
-    """What a layer read, as positions in the text; None is everything.
+    """The positions that a layer read; None: all of them.
 
     selection: restricted to what the layer has. left: the pages that a policy has not evicted.
     """
@@ -167,7 +167,7 @@ def _unpacked(packing: Packing, layer: int, places: Callable[[], np.ndarray]) ->
 
 
 class _Distinct:
-    """Collects what layers read, equal reads once."""
+    """Collects the positions that layers read; equal sets are stored once."""
 
     def __init__(self, length: int, packing: Packing | None) -> None:
         self._length = length

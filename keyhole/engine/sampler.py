@@ -140,7 +140,7 @@ def _column(sequences: list[Sequence], name: str, like: Tensor) -> Tensor:
 
 
 def _send(values: object, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers on the device of a tensor; the host does not wait until they are there."""
+    """Copies numbers to the device of a tensor without waiting for the copy."""
     host = torch.as_tensor(values, dtype=dtype)
     if like.device.type == "cuda":
         host = host.pin_memory()

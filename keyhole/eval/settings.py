@@ -49,8 +49,8 @@ class EvalSettings:
     tasks: str = setting(TASKS, "tasks")
     text: str | None = setting(
         None,
-        f"the text of {' and '.join(FORCED)}, and of --suite attention (several files with commas "
-        "between); None: derivations of the bundled model",
+        f"the text of {' and '.join(FORCED)}, and of --suite attention (several files, separated "
+        "by commas); None: derivations of the bundled model",
     )
     lengths: tuple[int, ...] = setting((2048,), "tokens per sample, including its answer")
     limit: int = setting(16, "samples per cell; for a text, at most its number of windows")

@@ -380,7 +380,7 @@ def _numbers(text: str, flag: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas between") from error
+        raise ConfigError(f"{flag} {text!r} must be whole numbers, separated by commas") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -163,9 +163,9 @@ def _write(
     window: int | None,
     options: dict[str, Any],
 ) -> None:
-    """Writes key and value, and shows queries and keys to those who want them.
+    """Writes key and value, and passes queries and keys to the policy and other observers.
 
-    LastLayer where the forward pass may end.
+    Raises LastLayer where the forward pass may end.
     """
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     if batch.rewrite is None:

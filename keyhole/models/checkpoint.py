@@ -138,7 +138,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INDEX = "model.safetensors.index.json"
 #: Number formats in the header of a safetensors file.
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-#: A GGUF file's number for the format of most of its tensors, where it is not blocks of few bits.
+#: A GGUF file's number for the format of most of its tensors, where these are not quantised blocks.
 _OF_GGUF = {0: "float32", 1: "float16"}
 _LONGEST_HEADER = 100_000_000  # as safetensors itself has it
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
@@ -279,7 +279,7 @@ def _headers(folder: Path) -> Iterator[dict[str, Any]]:
 def weight_bytes(found: ModelFiles, config: Any, dtype: str) -> int:
     """Bytes of a model's weights in memory, at least; 0 if its files are not beside the config.
 
-    dtype: in which they are loaded, or "auto". Weights in few bits count as they are stored.
+    dtype: in which they are loaded, or "auto". Quantised weights count as stored.
     """
     if found.gguf is not None:
         return found.config.stat().st_size
@@ -325,7 +325,7 @@ def _short(place: ModelFiles) -> str:
 
 
 def gguf_dtype(path: Path) -> str:
-    """The dtype that holds what a GGUF file stores: bfloat16 for blocks of few bits."""
+    """The dtype that holds what a GGUF file stores: bfloat16 for quantised blocks."""
     from gguf import GGUFReader
 
     field = GGUFReader(path).get_field("general.file_type")

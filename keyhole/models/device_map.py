@@ -46,7 +46,7 @@ def one_device(device: str | torch.device) -> torch.device:
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported: write auto, cpu or cuda")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {str(device)!r} is not there; write device='cpu' or 'auto'")
+        raise ConfigError(f"device {str(device)!r} is not available; write device='cpu' or 'auto'")
     return place
 
 
@@ -78,7 +78,7 @@ def wanted_devices(device_map: DeviceMap) -> list[torch.device]:
         if place.type not in ("cpu", "cuda"):
             raise ConfigError(f"device_map: {name!r} is on {given!r}; give cpu or cuda devices")
         if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device_map: device {given!r} of {name!r} is not there")
+            raise ConfigError(f"device_map: device {given!r} of {name!r} is not available")
         if place not in found:
             found.append(place)
     if len({place.type for place in found}) > 1:
@@ -221,9 +221,9 @@ def free_bytes(place: torch.device) -> int:
 
 
 def require_memory(need: int, device: torch.device, device_map: DeviceMap, name: str) -> None:
-    """CapacityError, with both sizes, for weights of `need` bytes that the devices cannot hold.
+    """Raises CapacityError, with both sizes, if the devices cannot hold `need` bytes of weights.
 
-    Before anything is loaded: a process that asks for more memory than there is may be killed.
+    Called before anything is loaded, because the system may kill a process that runs out of memory.
     """
     devices = [device] if device_map is None else wanted_devices(device_map)
     if devices[0].type == "cpu":
@@ -298,8 +298,8 @@ def _too_large(name: str, need: int, free: Mapping[torch.device, int]) -> Capaci
     there = ", ".join(f"{place} {size:,}" for place, size in free.items())
     return CapacityError(
         f"the weights of {name!r} need {need:,} bytes, and there are {sum(free.values()):,} bytes "
-        f"for them ({there}): give more devices by device_map, a smaller dtype, or a checkpoint "
-        "that is stored in few bits"
+        f"for them ({there}): give more devices by device_map, a smaller dtype, or a quantised "
+        "checkpoint"
     )
 
 

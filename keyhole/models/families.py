@@ -104,7 +104,7 @@ def check(config: Any, name: str) -> None:
     if not attention_layers(config):
         only = ", ".join(sorted(set(_kinds(config) or ())))
         raise ModelError(
-            f"model {name!r} ({family}) has no layer of attention, only {only}: its recurrent "
+            f"model {name!r} ({family}) has no attention layers, only {only}: its recurrent "
             "state has a fixed size, and no keys to select"
         )
 

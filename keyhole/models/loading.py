@@ -46,7 +46,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import CALIBRATION_FILE, DRAFT_FOLDER, GATE_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER, Model
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -66,6 +66,7 @@ from keyhole.models.weights.stored import (
     require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
@@ -202,9 +203,9 @@ def _load_network(
 def _moved(
     network: Any, place: torch.device, device_map: DeviceMap, name: str
 ) -> tuple[Any, torch.device, tuple[torch.device, ...] | None]:
-    """The network on its devices, ready for inference; CapacityError if it does not fit there.
+    """Moves the network to its devices for inference; CapacityError if it does not fit.
 
-    Also its first device, and those of its layers if they are on several.
+    Also returns its first device, and the devices of its layers if there are several.
     """
     if device_map is not None:
         return network.eval(), *place_layers(network, device_map, name)
@@ -264,7 +265,7 @@ def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:
     if wanted is not None and place.type != "cpu":
         raise ConfigError(
             f"weights {wanted.name!r} run on a CPU only, not on {str(place)!r}: give device='cpu', "
-            "or a checkpoint that is stored in few bits for a GPU"
+            "or a quantised checkpoint for a GPU"
         )
 
 
@@ -375,7 +376,9 @@ def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(f"a tokenizer of transformers is wanted, not {type(tokenizer).__name__}")
+        raise ModelError(
+            f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}"
+        )
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         logging.getLogger("keyhole").warning(

@@ -24,8 +24,6 @@ CALIBRATION_FILE = "keyhole-delta.json"
 HEAD_FOLDER = "keyhole-head"
 #: The same for SeerAttention-R.
 GATE_FOLDER = "seer-gate"
-#: The folder of its EAGLE-3 draft, a whole one that proposes tokens.
-DRAFT_FOLDER = "keyhole-draft"
 
 
 @dataclass

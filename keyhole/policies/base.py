@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, is_number, require, settle_types, short_repr
 from keyhole.kernels import LowRank, ScoreRequest, Selection
@@ -405,6 +406,22 @@ def always_read(
 def whole_entries(size: int | None, unit: int = 1) -> int:
     """Entries of `unit` tokens that hold `size` tokens; None is none."""
     return -(-(size or 0) // unit)
+
+
+def best_pages(
+    layer: int, scores: Tensor, step: Step, token_budget: int, ends: tuple[int, int | None]
+) -> Selection:
+    """The pages of highest score [B, H, P] within a budget of tokens.
+
+    ends: sink_size and window_size, the first and the newest tokens that are always read. Pages of
+    documents whose tokens the layer dropped are left out.
+    """
+    if step.kept_tokens is not None:
+        there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
+        scores = scores.masked_fill(~there[:, None], float("-inf"))
+    size = step.page_size
+    first, last = whole_entries(ends[0], size), max(1, whole_entries(ends[1], size))
+    return kernels.top_k(scores, step.pages, token_budget // size, size, first=first, last=last)
 
 
 # Adaptive budgets: the fewest entries that hold a share of the scores, up to the budget.

@@ -119,15 +119,8 @@ class Quest(Policy):
             scores = kernels.bound_scores(*bounds)
         else:
             scores = kernels.bound_scores_per_query_head(*bounds)
-        if step.kept_tokens is not None:  # pages of documents whose tokens this layer dropped
-            there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
-            scores = scores.masked_fill(~there[:, None], float("-inf"))
-        size = step.page_size
-        first = base.whole_entries(self.sink_size, size)
-        last = max(1, base.whole_entries(self.window_size, size))
-        return kernels.top_k(
-            scores, step.pages, self.token_budget // size, size, first=first, last=last
-        )
+        ends = self.sink_size, self.window_size
+        return base.best_pages(layer, scores, step, self.token_budget, ends)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The summaries of all pages in all sparse layers."""

@@ -98,15 +98,8 @@ class SeerAttentionR(Policy):
         folded = step.gate.fold(layer, query).to(pooled.dtype)
         # The best pages by score are those by softmax of the score, whatever its scale.
         scores = kernels.summary_scores(folded, pooled[:, None], step.page_table, step.pages)
-        if step.kept_tokens is not None:  # pages of documents whose tokens this layer dropped
-            there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
-            scores = scores.masked_fill(~there[:, None], float("-inf"))
-        size = step.page_size
-        first = base.whole_entries(self.sink_size, size)
-        last = max(1, base.whole_entries(self.window_size, size))
-        return kernels.top_k(
-            scores, step.pages, self.token_budget // size, size, first=first, last=last
-        )
+        ends = self.sink_size, self.window_size
+        return base.best_pages(layer, scores, step, self.token_budget, ends)
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The pooled keys of all pages in all sparse layers."""

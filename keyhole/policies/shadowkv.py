@@ -272,7 +272,7 @@ class ShadowKV(Policy):
         return ends, (ends + self._chunk - 1) // self._chunk
 
     def _end(self, prompts: Any) -> Any:
-        """The end of a prompt's last whole chunk. Arrays or tensors."""
+        """The end of a prompt's last whole chunk, for arrays or tensors."""
         return prompts // self._chunk * self._chunk
 
     def _rank(self, layout: LayerLayout) -> int:

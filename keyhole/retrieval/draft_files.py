@@ -1,18 +1,39 @@
-"""Reads of an EAGLE-3 checkpoint what `head_files` leaves: values, MLP and the draft's vocabulary.
+"""Reads of an EAGLE-3 checkpoint what `head_files` leaves: values, MLP and the draft's vocabulary,
+and writes whole drafts.
 
 Errors name the tensor or field. Tensors have the names of both layouts (see `head_files`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from keyhole.errors import ModelError
 from keyhole.retrieval.config import HeadConfig
-from keyhole.retrieval.head_files import HeadCheckpoint, flat, layer_prefix
+from keyhole.retrieval.head_files import HeadCheckpoint, flat, layer_prefix, write_folder
+
+#: The folder of a draft next to the weights of its model.
+DRAFT_FOLDER = "keyhole-draft"
+#: Tensors of a draft in the authors' layout, and the parameters of a `DraftLayer` that hold them.
+_NAMES = {
+    "fc.weight": "head.fc.weight",
+    "norm.weight": "norm.weight",
+    "midlayer.input_layernorm.weight": "head.embed_norm.weight",
+    "midlayer.hidden_norm.weight": "head.feature_norm.weight",
+    "midlayer.post_attention_layernorm.weight": "mlp_norm.weight",
+    "midlayer.self_attn.q_proj.weight": "head.q.weight",
+    "midlayer.self_attn.k_proj.weight": "head.k.weight",
+    "midlayer.self_attn.v_proj.weight": "v.weight",
+    "midlayer.self_attn.o_proj.weight": "o.weight",
+    "midlayer.mlp.gate_proj.weight": "gate.weight",
+    "midlayer.mlp.up_proj.weight": "up.weight",
+    "midlayer.mlp.down_proj.weight": "down.weight",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +132,36 @@ def target_ids(draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape) -> 
             f"the target has {config.vocab_size}"
         )
     return own
+
+
+def write(path: str | Path, config: HeadConfig, parameters: Mapping[str, Tensor]) -> None:
+    """Writes a draft in the authors' layout, over the target's embedding and output embedding.
+
+    config: of its head, which has features and, of a `HeadConfig`'s variants, at most
+    feature_norms. parameters: of its `DraftLayer`. ConfigError if it cannot be written.
+    """
+    tensors = {name: parameters[own] for name, own in _NAMES.items()}
+    if config.feature_norms:
+        for i in range(len(config.feature_layers)):
+            tensors[f"fc_norm.{i}.weight"] = parameters[f"head.feature_norms.{i}.weight"]
+    fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.feature_size,
+        "intermediate_size": len(parameters["gate.weight"]),
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.trained_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+        "norm_before_fc": False,
+        "fc_norm": config.feature_norms,
+        "attention_bias": False,
+    }
+    write_folder(path, fields, tensors, what="draft")

@@ -87,7 +87,7 @@ def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:
     try:
         config = HeadConfig(**{n: x for n, x in stored.config.items() if n not in _BESIDE})
     except ConfigError as error:
-        raise ModelError(f"the config of head {stored.name!r} cannot be: {error}") from error
+        raise ModelError(f"the config of head {stored.name!r} is invalid: {error}") from error
     share = stored.config["dropped_share"]
     return config, float(share) if is_number(share) else None
 
@@ -269,7 +269,7 @@ def head_config(
                 f"max_length {max_length} is beyond the {trained} tokens that draft {draft.name!r} "
                 f"was trained at, and must be at most that: {error}"
             ) from error
-        raise ModelError(f"the config of draft {draft.name!r} cannot be: {error}") from error
+        raise ModelError(f"the config of draft {draft.name!r} is invalid: {error}") from error
 
 
 def weights(draft: HeadCheckpoint, config: HeadConfig) -> dict[str, Tensor]:

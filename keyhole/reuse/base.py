@@ -113,7 +113,7 @@ class Reuse:
         return False
 
     @property
-    def max_documents(self) -> int | None:
+    def document_limit(self) -> int | None:
         """The most documents that are opened: those that match the question best; None: all."""
         return None
 

@@ -255,7 +255,7 @@ class TokenTexts:
 class AnswerReads:
     """The field `keyhole` of a choice, piece by piece: the tokens that were read for each token.
 
-    For clients that ask with `"trace": true`.
+    For requests with `"trace": true`.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -131,7 +131,7 @@ async def _names(state: State, given: list[str] | SearchedDocuments, question: s
     if not found:
         raise ApiError(
             400,
-            f"no stored document is found by {query[:80]!r}; give other words, or names",
+            f"no stored document matches {query[:80]!r}; use other words, or names",
             param="documents",
         )
     return [one.name for one in found]

@@ -1,4 +1,4 @@
-"""The output of a batch, whatever ended the run that wrote it."""
+"""The output file of a batch after any kind of interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with weights of few bits, in turns with those in bfloat16 and with llama.cpp."""
+"""Steps with quantised weights, in turns with those in bfloat16 and with llama.cpp."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from benchmarks.paper.settings import HEADLINES
 ROOT = Path(__file__).parents[2]
 
 
-#: A dry run but for the tiny shapes, which take minutes; other tests have them.
+#: A dry run without the tiny shapes, which take minutes and are covered by other tests.
 PLAN = """
 from benchmarks import gpu
 gpu.run = lambda part, limit_s: print("in small:", part.number, *part.commands[0]) or True

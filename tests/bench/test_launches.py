@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 class Refuses(RunAgain):
-    """A GPU on which nothing can be recorded."""
+    """A GPU on which no graph can be captured."""
 
     def record(self, work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing")

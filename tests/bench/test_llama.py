@@ -43,7 +43,7 @@ def settings(**given: Any) -> DecodeSettings:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This Python, with a `llama_cpp` and a `gguf` of the tests' own."""
+    """This Python, with stand-ins for `llama_cpp` and `gguf`."""
     monkeypatch.setattr(worker, "interpreter", lambda: Path(sys.executable))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("stand_in")))
 
@@ -62,7 +62,7 @@ def any_llama(request: pytest.FixtureRequest) -> None:
 def test_it_is_the_same_model_over_the_same_past(
     tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All weights differ but for rounding to float16, so what is out of place shows."""
+    """No two weights are equal before rounding to float16, so a misplaced one is noticed."""
     monkeypatch.setitem(SHAPES, "smoke", SHAPES["smoke"] | {"tie_word_embeddings": tied})
     line = run.run(settings(), lambda *_: None)
     assert list(line["relative_error"][CONTEXT]) == list(SYSTEMS)

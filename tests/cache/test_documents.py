@@ -1,4 +1,4 @@
-"""Stored documents: what is added is found again, by name and bit for bit."""
+"""Stored documents: they are found again by name, bitwise equal."""
 
 from __future__ import annotations
 

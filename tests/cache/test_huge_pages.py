@@ -41,7 +41,7 @@ def test_shape_and_dtype_are_as_asked_for(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(
     sys.platform != "linux" or not MAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"),
-    reason="huge pages are asked for on Linux",
+    reason="huge pages are requested only on Linux",
 )
 def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
     like = torch.empty(0, dtype=torch.float32)

@@ -1,9 +1,8 @@
-"""Whatever is done to the page cache and its prefix index, in any order, a plain model agrees.
+"""After any sequence of operations, the page cache and its prefix index agree with a plain model.
 
-The model is a dictionary from a page to what lies in it, and lists of who holds what. Every page
-gets a number of its own, written into all of its keys, values and side data; a page that is written
-while another holder should still see the old content, lost in growth or copied in part shows a
-wrong number.
+The model is a dictionary from a page to its content, and lists of the pages of each holder. Every
+page gets its own number, written into all of its keys, values and side data. The number is wrong if
+a page was overwritten while another holder needed it, lost in growth, or copied only in part.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def test_resident_memory_is_freed_while_tensors_are_cut(
 def test_the_host_waits_for_a_gpu_before_it_reads_offloaded_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels write new keys there without a sync."""
+    """Kernels write new keys to it without synchronisation."""
     cache, pages = filled(100)
     waited: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))

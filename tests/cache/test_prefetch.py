@@ -1,4 +1,4 @@
-"""Buffers of offloaded layers hold what the layer holds, whatever is asked, and when."""
+"""Buffers of offloaded layers hold the layer's data for any selection, in any order of requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Text:
 
 
 class World:
-    """A cache whose layers move down one after the other while sequences come, grow and leave."""
+    """A cache that offloads one layer after another while sequences start, grow and end."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, heads: int | None = None, *layers: LayerLayout
@@ -141,7 +141,7 @@ class World:
         assert (found.float() - wanted.float()).abs().max() <= allowed
 
     def check_rows(self, layer: int, selection: Selection, resident: Resident) -> None:
-        """Every row in the buffers is the offloaded layer's, and the selected ones are there."""
+        """Every row in the buffers equals the offloaded layer's, and no selected row is missing."""
         unit = selection.unit
         entries = self.loads._buffers[layer].entries
         for b, row in enumerate(self.rows):
@@ -405,7 +405,7 @@ def test_starting_does_not_wait_and_waiting_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_recorded_is_launched_by_who_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording knows nothing of other threads; all is loaded when it is announced."""
+    """A capture does not see other threads, so everything is loaded at once."""
     world, gate = small_world(), Gate(monkeypatch)
     gate.open.set()
     world.begin([1], recorded=True)

@@ -130,7 +130,7 @@ def test_more_tokens_than_pages_are_known_as_far_as_the_pages_go(
 def test_a_page_that_depends_on_the_next_is_reused_with_that_of_the_same_sequence(
     cache: PageCache, index: PrefixIndex
 ) -> None:
-    """Pages of the longer text stood after one of the shorter, whose data are of another end."""
+    """Pages of the longer text followed a page of the shorter one, whose data differ."""
 
     def all_but_one(known: int, page_size: int) -> int:
         return max(0, known - page_size)

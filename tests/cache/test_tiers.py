@@ -342,7 +342,7 @@ def test_kernels_read_and_write_an_offloaded_layer(tmp_path: Path) -> None:
 def test_the_host_waits_for_a_gpu_before_it_writes_offloaded_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels write new keys there without a sync."""
+    """Kernels write new keys to it without synchronisation."""
     cache = make_cache(PLAIN, PLAIN, most=64 * 4)
     pages = cache.allocate(3)
     assert pages is not None

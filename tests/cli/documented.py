@@ -21,7 +21,7 @@ Documented = Callable[..., Ran]
 
 @pytest.fixture
 def documents(path: str, run: Run, tmp_path: Path) -> Documented:
-    """`documents("ask", "which?", ...)` with the model and an own store."""
+    """`documents("ask", "which?", ...)` with the model and a separate store."""
 
     def call(action: str, *arguments: str, stdin: str | bytes = "") -> Ran:
         place = ("--store", str(tmp_path / "store"))

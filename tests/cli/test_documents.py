@@ -1,4 +1,4 @@
-"""`keyhole documents`: files go in, answers come out, and what is wrong is one line."""
+"""`keyhole documents`: files are stored, questions answered, and errors are one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever waits at a terminal sees a bar that moves; pipes get none."""
+"""Long commands show a moving progress bar on a terminal, and none in a pipe."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from keyhole.engine.engine import Engine
 
 
 class Units(Pace):
-    """So many units in every step, and so many tokens in each forward, whoever runs beside."""
+    """A fixed number of units per step and of tokens per forward pass, whatever else is running."""
 
     def __init__(self, units: int, tokens: int) -> None:
         super().__init__()

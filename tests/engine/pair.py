@@ -161,7 +161,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor], within: float) -> N
 
 
 def left(engine: Engine, request: Request) -> list[torch.Tensor]:
-    """All that the engine keeps of a running request on the device, but for pages to come."""
+    """Everything that the engine keeps of a running request on the device, except future pages."""
     cache, count = engine.cache, request.num_computed
     pages = [page for page in request.pages[: -(-count // PAGE)] if page >= 0]
     last = (count - 1) % PAGE + 1

@@ -62,7 +62,7 @@ def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
 
 
 def memory_for(model: Model, policy: Policy, folder: Path, pages: int, below: int) -> int:
-    """The least memory that holds so many pages with so many layers below."""
+    """The least memory that holds this many pages with this many layers offloaded."""
     plan = engine_of(model, policy, memory="1GiB", offload=folder).offloader
     assert plan is not None
     return plan.plan.model.cache_bytes(pages, below)

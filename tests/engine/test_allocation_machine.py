@@ -1,8 +1,9 @@
-"""Whatever comes and goes, layers lie where the rule says, and memory holds what is above.
+"""For any sequence of requests, the rule decides which layers are offloaded, and memory suffices.
 
-The rule is computed here from bytes alone: so many layers are below as must, or as were before and
-cannot come up yet; one comes up when what is needed fits with it above, and beside it all growth or
-an eighth of what fits. Every request that ends has the logits that it has alone, with all above.
+The rule is computed here from bytes alone. As many layers are offloaded as necessary, or as before
+while none can become resident. One becomes resident if the needed pages fit with it, plus either
+all growth or an eighth of what fits. Every finished request has the logits that it has alone with
+all layers resident.
 """
 
 from __future__ import annotations

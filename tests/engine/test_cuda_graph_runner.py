@@ -90,7 +90,7 @@ def test_settings_with_more_ways_to_go_are_repeated_too(
     assert pair.recorder.repeated > 25
 
 
-#: All that may have layers below; ShadowKV if it keeps its keys as they are.
+#: All policies that may have offloaded layers; ShadowKV if it keeps full keys.
 BELOW = {name: small(name) for name in CAPTURABLE if name not in ("full", "raas", "r_kv")} | {
     "shadowkv": ShadowKV(**SMALL, rank=0),
     "delta": Delta(**SMALL, full_layers=(), delta_layers=(1,)),
@@ -320,7 +320,7 @@ def test_rope_that_follows_the_length_is_replayed_up_to_its_threshold(
 def test_of_a_recording_that_fails_the_first_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
-    """What cannot be recorded also keeps the recording from its end, which says less."""
+    """A failed capture also fails when it ends, with a less useful error."""
     pair = Pair(monkeypatch, model, Full())
 
     def record(work: object) -> object:

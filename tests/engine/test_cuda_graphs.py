@@ -82,7 +82,7 @@ OUTPUTS = Outputs(torch.zeros(1, 1), torch.zeros(1, 3), None)
 
 
 def recorded(gpu: Gpu, *, fails_at: int | None = None) -> Any:
-    """Work that tells when it is done, and how often; the recording of it."""
+    """Work that reports when and how often it runs, and its capture."""
     times = 0
 
     def work() -> Outputs:

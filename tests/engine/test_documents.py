@@ -267,7 +267,7 @@ def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], p
 
 
 def test_what_is_generated_after_documents_is_evicted(llms: dict[str, tuple[LLM, Any]]) -> None:
-    """Of a budget two pages are left beside what is kept; with alpha 0 the earlier one goes."""
+    """The budget leaves two pages besides the kept tokens; alpha 0 evicts the earlier one."""
     llm, model = llms["llama"]
     names, prefix, separator, question = ["a", "c", "short"], [1, 2], [5], tokens(7, 3)
     kept, written = masks(llm, names, 5)

@@ -78,7 +78,7 @@ def settings_of(case: str) -> tuple[str, dict[str, Any]]:
 
 
 class Watched(plain.Network):
-    """Keeps what enters each layer in the last forward."""
+    """Records the input of each layer in the last forward pass."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, torch.float64)
@@ -282,7 +282,7 @@ def test_questions_side_by_side_are_as_each_alone(
 
 
 def heads_of(llm: LLM) -> list[frozenset[str]]:
-    """Of every document the heads whose keys are stored."""
+    """The heads whose keys are stored, for every document."""
 
     def read(document: StoredDocument) -> frozenset[str]:
         with document:

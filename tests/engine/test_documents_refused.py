@@ -1,4 +1,4 @@
-"""What cannot be asked, and what happens to the others."""
+"""Questions that are refused, and their effect on other requests."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def add(
 
 
 def run(llm: LLM, sequence: Sequence, generated: int | None = None) -> Sequence:
-    """Steps until it has so many tokens; None: until its end."""
+    """Runs steps until it has this many tokens; None: until it ends."""
     while not sequence.is_finished and len(sequence.generated) != generated:
         llm.engine.step()
         llm.engine.check_integrity()
@@ -166,7 +166,7 @@ def test_a_document_is_held_once_beside_other_documents(
 
 
 def test_packed_pages_that_are_the_same_are_held_once(folder: Path) -> None:
-    """Of documents of which layers drop tokens, where all layers have the same in a page."""
+    """For documents with dropped tokens, if all layers have the same tokens in a page."""
     settings = {"block_size": BLOCK, "share": 0.3, "stable_layers": [0], "recompute": False}
     method = make_reuse("sam_kv", settings)
     llm, alone = (opened(folder, "quest", prefix_cache=False) for _ in range(2))

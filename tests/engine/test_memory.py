@@ -57,7 +57,7 @@ def engine_of(model: Model, policy: str, requests: int, **memory: Any) -> Engine
 
 
 def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> dict[int, int]:
-    """For each number of layers below, the longest texts that had so many, all of one length."""
+    """For each number of offloaded layers, the longest sequences (all equally long) with it."""
     assert engine.offloader is not None
     params = SamplingParams(max_tokens=last - 20, temperature=0.0, ignore_eos=True)
     running = [engine.add(prompt(20, seed), params) for seed in range(requests)]
@@ -134,7 +134,8 @@ def test_thresholds_by_hand(folder: Path, model: Model, capsys: pytest.CaptureFi
 def test_heavier_weights_leave_less_for_texts(
     folder: Path, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the same total, layers of the heavier model move earlier, by just the bytes it has more.
+    """At the same total memory, layers of the heavier model are offloaded earlier, by exactly its
+    additional bytes.
 
     At the same memory for the KV cache they move at the same lengths.
     """

@@ -73,7 +73,7 @@ def engine_of(model: Model, policy: Policy = QUEST, **settings: Any) -> Engine:
 def small(
     model: Model, folder: Path, policy: Policy = QUEST, *, pages: int = 95, **settings: Any
 ) -> Engine:
-    """With memory for so many pages once four layers, if as many may, are below."""
+    """With memory for this many pages when four layers (or all that can be) are offloaded."""
     roomy = engine_of(model, policy, memory="1GiB", offload=folder, **settings)
     assert roomy.offloader is not None
     plan = roomy.offloader.plan
@@ -91,7 +91,7 @@ def serve(
     coming: tuple[tuple[int, list[int], int], ...] = COMING,
     after: Callable[[], None] = lambda: None,
 ) -> tuple[list[Sequence], list[int]]:
-    """The requests, and the layers below after each step."""
+    """The requests, and the number of offloaded layers after each step."""
     requests, seen, number, left = [], [], 0, list(coming)
     while left or engine.has_work:
         for when, text, count in list(left):
@@ -250,7 +250,7 @@ def test_a_whole_known_prompt_is_copied_without_moving_a_layer(
 
 
 def test_a_conversation_keeps_what_it_reads(model: Model, tmp_path: Path) -> None:
-    """The next turn of a long text takes its known pages, with as many layers below."""
+    """The next turn of a long conversation reuses its pages, with as many layers offloaded."""
     engine = small(model, tmp_path, pages=46)
     first = engine.add(prompt(150), dataclasses.replace(GREEDY, max_tokens=2))
     for _ in steps(engine):
@@ -334,7 +334,7 @@ def test_a_page_that_somebody_else_holds_stays_where_it_is(model: Model, tmp_pat
 def test_memory_that_somebody_else_has_taken_leaves_layers_below(
     model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests go on: a layer below is slower and not wrong."""
+    """The requests continue: an offloaded layer is slower, not wrong."""
     engine = small(model, tmp_path)
     make_resident = engine.cache.make_resident
     refused = []
@@ -386,9 +386,10 @@ def plan_of(memory: int, layers: int = 5) -> MemoryPlan:
 
 
 def test_a_layer_comes_back_when_what_may_come_fits_beside_it() -> None:
-    """By hand: 208 bytes a page with five layers above, 40 less and 288 of buffers for each below.
+    """Computed by hand: a page takes 208 bytes with five resident layers.
 
-    9,900 bytes beside the weights hold 47 pages, then 57, 72, 102, 182, 1,057.
+    Each offloaded layer takes 40 bytes less, and 288 bytes of buffers. Without the weights, 9,900
+    bytes hold 47 pages, then 57, 72, 102, 182, 1,057.
     """
     plan = plan_of(10_000)
     assert plan.capacities == (47, 57, 72, 102, 182, 1057)
@@ -421,7 +422,7 @@ def test_between_coming_up_and_going_down_lie_many_steps() -> None:
 
 
 def test_a_text_at_the_threshold_moves_a_layer_once(model: Model, tmp_path: Path) -> None:
-    """It outgrows the room above, and nothing comes up before somebody has ended."""
+    """It outgrows the resident memory, and no layer becomes resident until a request has ended."""
     engine = small(model, tmp_path, pages=46)
     assert engine.offloader is not None
     room = engine.offloader.plan.capacities[0] * PAGE

@@ -13,7 +13,7 @@ LEFT_OUT = ("task", "ms", "note")
 
 
 def shown() -> str:
-    """What `keyhole eval` printed, but for the columns that the page leaves out."""
+    """What `keyhole eval` printed, without the columns that the page leaves out."""
     found = controls_table(
         LineFile(ROOT / "benchmarks" / "results" / "eval-controls.jsonl").lines, ()
     )

@@ -1,4 +1,4 @@
-"""What the demonstration says of a method, from what it and its control answered."""
+"""The verdict of the demo on a method, from its answers and its control's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ EQUAL = Equal(sinks=0, window=16)
 
 
 class Counted(Workload):
-    """Answers right what a policy's dense layers say, and counts what it is asked."""
+    """Answers correctly depending on the policy's dense layers, and counts its calls."""
 
     name, has_question = "counted", False
 

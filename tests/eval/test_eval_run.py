@@ -164,7 +164,7 @@ def test_maps_are_added_to_what_was_measured_without_them(model: Model, tmp_path
     assert (len(work.asked), len(work.mapped), found.stored) == (3, 2, 3)
     assert [line["score"] for line in found.lines] == [0.25, 0.5, 0.75]
     assert len(found.lines[1]["selection_maps"]) == 4
-    # What is asked for without maps has them all the same, once they are there.
+    # Results with maps also serve a call that does not want maps.
     assert run(model, tmp_path / "a", work, setups=("prompt",)).lines == found.lines
     assert len(LineFile(tmp_path / "a").lines) == 3 + 2
 

@@ -17,7 +17,7 @@ MANY = [1.0] * 40
 
 
 def lines(recent: int = 10, own: int = 30, **fields: Any) -> list[dict[str, Any]]:
-    """Of 40 samples the recent control has so many right, DELTA `own`, the oracle 38."""
+    """Of 40 samples the recent control answers `recent` right, DELTA `own`, the oracle 38."""
 
     def right(number: int) -> list[float]:
         return [float(n < number) for n in range(40)]

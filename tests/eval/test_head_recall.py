@@ -1,4 +1,4 @@
-"""Recall is the share of true attention on what was chosen; what was stored is shown."""
+"""Recall is the share of true attention on the selection; stored results are shown."""
 
 from __future__ import annotations
 

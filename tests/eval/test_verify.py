@@ -158,7 +158,7 @@ def test_a_length_looks_beyond_the_cruel_ones(
     eager = eval_verify.Eager.logits
 
     def wrong(self: eval_verify.Eager, tokens: tuple[int, ...], count: int) -> Tensor:
-        """As of a model whose tokens do not see what lies more than 150 tokens back."""
+        """Like a model whose tokens do not attend more than 150 tokens back."""
         return eager(self, tokens[-150:] if len(tokens) > 150 else tokens, count)
 
     monkeypatch.setattr(eval_verify.Eager, "logits", wrong)

@@ -38,7 +38,7 @@ LATENTS = ((1, 20, 96, 40), (1, 6, 24, 16))
 if not INTERPRETED:
     LATENTS += ((1, 16, 576, 512),)
     SHAPES += ((8, 4, 128, 128), (2, 2, 256, 256), (1, 128, 576, 512))
-#: Where no shape tells cases apart: every type in turn, but for a quick look at the compiler.
+#: For cases that no shape distinguishes: every dtype in turn, except in a quick compiler check.
 EACH_DTYPE = DTYPES[2:] if COMPILED == "few" else DTYPES
 
 

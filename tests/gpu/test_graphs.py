@@ -104,7 +104,7 @@ def test_settings_with_more_ways_to_go(model: Model, policy: Policy) -> None:
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < TOLERANCE
 
 
-#: Those that may have layers below and read keys of pages through attention alone.
+#: Policies that may have offloaded layers and read keys only through attention.
 BELOW = [
     n
     for n in POLICIES
@@ -122,7 +122,7 @@ def below(model: Model, name: str, folder: Path) -> dict[str, Any]:
 def test_graphs_load_from_the_lower_tier(model: Model, name: str, tmp_path: Path) -> None:
     """Layers go below while texts grow: copies on a stream of their own, inside of the graph.
 
-    A short text after them has all layers above again, and graphs that were recorded anew.
+    A short sequence after them has all layers resident again, and newly captured graphs.
     """
     settings = below(model, name, tmp_path)
     plain, launched = served(model, small(name), graphs=False, **settings)

@@ -16,7 +16,7 @@ from keyhole.kernels import ScoreRequest, Selection
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-# Attention cuts lists of so many tokens into parts.
+# Attention splits lists of this length.
 SIZE, BUDGET, LENGTH = 16, 256, 700
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=64, value_dim=32)
 LATENT = LayerLayout(num_kv_heads=1, key_dim=64, value_dim=48, shared_values=True)

@@ -1,6 +1,6 @@
 """Dense decode by a FlashAttention that reads pages, where a process has activated one.
 
-No such package is here: what it is asked for is computed by its documented contract instead.
+The package is not installed here: a stand-in computes what its documentation specifies.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_it_is_attention_over_all_or_a_window(
         assert np.abs(float64(found[row]) - wanted).max() < 2.0**-7  # of numbers below 4
 
 
-#: What says that it can be used, by the name that is asked.
+#: What reports that it can be used, by the name of the function.
 USABLE: dict[str, Any] = {
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.get_device_capability": lambda: (9, 0),

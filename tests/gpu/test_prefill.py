@@ -145,7 +145,7 @@ def test_what_it_does_not_know_goes_to_the_reference(
     assert torch.equal(fused.prefill(**given), wanted)
 
 
-#: What torch says of a machine where FlashAttention can be used, by the name that is asked.
+#: What torch reports on a machine where FlashAttention can be used, by the name of the function.
 USABLE = {
     "torch.cuda.is_available": True,
     "torch.version.cuda": "13.0",

@@ -1,6 +1,6 @@
 """What kvpress keeps is what the methods' formulas say, and answers are given at true positions.
 
-Run by `make test-kvpress`, in an environment of its own.
+Run by `make test-kvpress`, in a separate environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lines of results with kvpress's methods, and the command that adds them.
 
-Run by `make test-kvpress`, in an environment of its own.
+Run by `make test-kvpress`, in a separate environment.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_a_line_has_the_conditions_of_its_measurement() -> None:
 
 @pytest.mark.parametrize("setup", ["prompt", "question"])
 def test_with_a_budget_for_all_the_line_is_that_of_keyhole(setup: str) -> None:
-    """But for the question, which is one forward here and a decode step for each token there."""
+    """Except for the question, which is one forward pass here and a decode step per token there."""
     task, press = make_task("tiny_majority"), make_press("tova", 256)
     asked = cell(task=task, press=press, samples=4, setup=setup)
     line = PressEvaluation(load(keyhole.tiny())).line(asked)

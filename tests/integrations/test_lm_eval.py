@@ -1,6 +1,6 @@
 """With full attention "keyhole" answers as lm-evaluation-harness's own model "hf" does.
 
-Run by `make test-lm-eval`, in an environment of its own.
+Run by `make test-lm-eval`, in a separate environment.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_generated_text_is_that_of_hf(path: str, settings: dict[str, Any]) -> No
 
 
 def test_a_special_token_stops_as_in_hf(path: str) -> None:
-    """It is no part of the text, so that a stop text never saw it."""
+    """It is not part of the text, so stop strings did not match it."""
     context = "the key lies"
     mine, theirs = ours(path), hf(path)
     for seed in range(20):

@@ -71,7 +71,7 @@ def test_tokens_receive_the_weights_of_their_windows_queries(
         rows = float64(query).transpose(1, 0, 2)
         wanted = window_weights(rows, keys, window, init, wanted_options).sum(1)
         found = received(stored, case.table[row].long(), length)
-        # Two numbers of 16 bits hold what one of 32 does, but for the last few bits.
+        # Two 16-bit numbers hold a 32-bit number except for its last few bits.
         near = 1e-4 if stored.dtype == torch.float32 else 2e-3
         assert np.abs(found - wanted).max() <= near * max(1.0, wanted.max())
 

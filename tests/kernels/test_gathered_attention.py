@@ -1,4 +1,4 @@
-"""Attention over tokens at any places of a sequence, against loops in float64."""
+"""Attention over tokens at arbitrary positions of a sequence, against loops in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention by keys of low rank: rebuilt, turned and read by the formula in float64."""
+"""Attention with low-rank keys: rebuilt, rotated and attended to by the formula in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOSS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def turned(key: Array, position: int, frequencies: Array, *, last: bool) -> Array:
-    """A key rotated by so many positions: each pair of its first or last numbers is complex."""
+    """A key rotated by this many positions: each pair of its first or last numbers is complex."""
     pairs, out = len(frequencies), key.copy()
     part = slice(len(key) - 2 * pairs, None) if last else slice(0, 2 * pairs)
     numbers = key[part][:pairs] + 1j * key[part][pairs:]

@@ -1,4 +1,4 @@
-"""What stands for pages, scored where it lies: the formula in float64, on pages in any order."""
+"""Page summaries scored in place: the formula in float64, on pages in any order."""
 
 from __future__ import annotations
 

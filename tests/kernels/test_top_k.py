@@ -13,7 +13,7 @@ from keyhole.kernels import Selection
 from tests.effort import examples
 from tests.oracle import best
 
-#: Few different numbers, so that most comparisons are ties; what lies past the end may be anything.
+#: Few distinct numbers, so that most comparisons are ties; entries past the end may be anything.
 SCORES = st.sampled_from((0.0, -0.0, 0.25, 0.5, 1.0, -3.0, -math.inf))
 REST = st.sampled_from((math.nan, math.inf, 1e30, 0.0))
 

@@ -1,4 +1,4 @@
-"""What stands in transformers' table of attention functions can be called as its own are."""
+"""Our entries in transformers' table of attention functions can be called like its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings by one operation each compute what transformers computes."""
+"""Fused norms and rotary embeddings compute what transformers computes."""
 
 from __future__ import annotations
 

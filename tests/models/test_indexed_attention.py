@@ -23,6 +23,7 @@ from keyhole.models.loading import adopt
 from keyhole.models.modules import indexer
 from keyhole.models.shrink import build, random_model, shrink
 from tests.engine.pair import Pair
+from tests.models.compared import Text, logits_of, random_texts
 from tests.policies.models import VOCAB
 
 #: The indexer rotates its first numbers in halves; in pairs, and some layers read what another one
@@ -48,19 +49,13 @@ def network_of(family: str) -> Any:
 
 
 @functools.cache
-def texts() -> list[tuple[list[int], list[int]]]:
-    """Prompts, and the tokens that follow them."""
-    generator = torch.Generator().manual_seed(11)
-    rows = [torch.randint(3, 96, (n + NEW,), generator=generator).tolist() for n in LENGTHS]
-    return [(row[:n], row[n:]) for row, n in zip(rows, LENGTHS, strict=True)]
+def texts() -> list[Text]:
+    return random_texts(11, LENGTHS, NEW)
 
 
 @functools.cache
 def expected(family: str) -> list[Tensor]:
-    """Logits after the prompt and after each token that follows, one text at a time."""
-    network = network_of(family)
-    with torch.no_grad():
-        return [network(torch.tensor([a + b])).logits[0, len(a) - 1 :] for a, b in texts()]
+    return logits_of(network_of(family), texts())
 
 
 def engine_of(family: str, **more: Any) -> Engine:

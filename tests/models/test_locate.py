@@ -187,7 +187,7 @@ def test_a_loaded_model_of_transformers_shares_its_weights_and_stays_as_it_is(pa
         LLM(network).generate("hello")
     with pytest.raises(ConfigError, match="dtype 'bfloat16': the model is in"):
         LLM(network, dtype="bfloat16")
-    with pytest.raises(ModelError, match=r"tokenizer of transformers is wanted, not int"):
+    with pytest.raises(ModelError, match=r"tokenizer must be one of transformers, not int"):
         LLM(network, tokenizer=5)
 
 

@@ -255,7 +255,7 @@ def test_by_nothing_changes_no_bit(llama: RopeShift) -> None:
 
 
 def test_a_turned_mean_is_the_mean_of_what_was_turned(llama: RopeShift) -> None:
-    """What the block means of a stored document rest on."""
+    """The block means of a stored document rely on this."""
     x = torch.randn(10, 64, 2, 8)
     by = torch.arange(10)[:, None] * 9973
     means = llama.shift(2, x.mean(1), by)

@@ -21,6 +21,7 @@ from keyhole.models.loading import load
 from keyhole.models.modules.recurrent_layers import Packed
 from keyhole.models.shrink import build, random_model, shrink
 from keyhole.policies import available_controls, make_policy
+from tests.models.compared import Text, logits_of, random_texts
 from tests.policies.models import with_head
 
 #: One family of every kind of recurrent layer, and of hybrids with the same kind.
@@ -51,19 +52,13 @@ def network_of(family: str, **fields: Any) -> Any:
 
 
 @functools.cache
-def texts() -> list[tuple[list[int], list[int]]]:
-    """Prompts, and the tokens that follow them."""
-    generator = torch.Generator().manual_seed(7)
-    rows = [torch.randint(3, 96, (n + NEW,), generator=generator).tolist() for n in LENGTHS]
-    return [(row[:n], row[n:]) for row, n in zip(rows, LENGTHS, strict=True)]
+def texts() -> list[Text]:
+    return random_texts(7, LENGTHS, NEW)
 
 
 @functools.cache
 def expected(family: str) -> list[Tensor]:
-    """Logits after the prompt and after each token that follows, one text at a time."""
-    network = network_of(family)
-    with torch.no_grad():
-        return [network(torch.tensor([a + b])).logits[0, len(a) - 1 :] for a, b in texts()]
+    return logits_of(network_of(family), texts())
 
 
 def engine_of(family: str, policy: Any = None, **settings: Any) -> Engine:
@@ -250,7 +245,7 @@ def test_an_aborted_request_leaves_its_slot_to_the_next() -> None:
 def test_a_step_that_fails_halfway_advances_no_layer(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that one layer had advanced would be advanced again when the step is repeated."""
+    """Otherwise repeating the step would advance the states of some layers twice."""
     engine = engine_of(family, prefill_chunk=PAGE + 1)
     sequences = [add(engine, text) for text in texts()]
     last = engine.model.network.get_output_embeddings()

@@ -103,7 +103,7 @@ def dense(model: Model) -> Tensor:
 
 
 class Runs:
-    """Runs under small budgets, each made once: several tests look at the same ones."""
+    """Runs under small budgets, each computed once and shared by several tests."""
 
     def __init__(self, models: dict[str, Model]) -> None:
         self.alone = functools.cache(self._alone)

@@ -185,9 +185,9 @@ def check_received(engine: Engine, checked: Checked, *, near: float) -> int:
 def test_what_tokens_received_is_what_is_found_from_scratch_at_every_step(
     kind: str, dtype: str
 ) -> None:
-    """In chunks and step by step, with known beginnings of prompts, and after pre-emption.
+    """In chunks and step by step, with cached prefixes, and after pre-emption.
 
-    Requests with one beginning differ in what its last tokens receive.
+    Requests with the same prefix differ in what its last tokens receive.
     """
     model, network = twins(kind, dtype=dtype, num_hidden_layers=2)
     policy = dataclasses.replace(POLICY, full_layers=())

@@ -148,7 +148,7 @@ def test_a_whole_model_evicts_as_the_simulation(
 
 
 def test_of_repeated_tokens_the_older_page_goes() -> None:
-    """A page of copies of one token is redundant, so that redundancy alone evicts it."""
+    """A page with copies of one token is redundant, and is evicted for that alone."""
     model, _ = twins("llama_group3", num_hidden_layers=1)
     policy = RKV(token_budget=4 * PAGE, mix_lambda=0.0, observation_window=1)
     recording = Recording(inner=policy)

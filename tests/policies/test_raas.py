@@ -178,7 +178,7 @@ def test_a_whole_model_evicts_as_the_simulation(
 
 
 def evicted_in_turn(alphas: Sequence[float]) -> list[list[int]]:
-    """Which pages of one derivation of the bundled model go, in order, under each alpha."""
+    """The pages evicted in one derivation of the bundled model, in order, for each alpha."""
     model = load(BUNDLED, "cpu")
     orders = []
     for alpha in alphas:

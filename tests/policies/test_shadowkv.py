@@ -63,7 +63,7 @@ def chosen(query: Array, keys: Array, taken: list[int], local: int, count: int) 
 
 
 def turned(keys: Array, by: Array, theta: float) -> Array:
-    """Keys [..., D] rotated by so many positions, pairs (i, i + D / 2)."""
+    """Keys [..., D] rotated by this many positions, pairs (i, i + D / 2)."""
     half = keys.shape[-1] // 2
     angle = by[..., None] * theta ** (-np.arange(half) / half)
     cos, sin = np.cos(angle), np.sin(angle)

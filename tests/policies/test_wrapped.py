@@ -1,4 +1,4 @@
-"""A wrapper hands on every hook, so that a model under it runs under the policy inside."""
+"""A wrapper forwards every hook, so a model under it behaves as under the wrapped policy."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_it_answers_from_its_context(task: str) -> None:
 
 
 def test_the_name_between_is_not_written() -> None:
-    """So a step of `walk2` needs two facts, the second of which the first one names."""
+    """So a step of `walk2` needs two facts, and the first one names the second."""
     item = make("walk2", 256, 0)
     rules = [words.split() for words in item.context.removeprefix("rules :").split(" .")]
     follows = {rule[0]: rule[2] for rule in rules if rule[1:2] == ["follows"]}

@@ -44,7 +44,7 @@ def make_target(kind: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def shapes(fields: dict[str, Any], layout: str = "original") -> dict[str, tuple[int, ...]]:
-    """Every tensor of a draft but for an embedding."""
+    """Every tensor of a draft except an embedding."""
     H, D, layer = fields["hidden_size"], fields["head_dim"], PREFIX[layout]
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     features, width = fields.get("target_hidden_size") or H, fields["intermediate_size"]

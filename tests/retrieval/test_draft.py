@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.retrieval.training.distill import Distiller
-from keyhole.retrieval.training.objectives import DECAY, Draft, eagle_loss
+from keyhole.retrieval.training.objectives import DECAY, Draft, eagle_loss, previous
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
@@ -27,7 +30,7 @@ def made(kind: str = "llama") -> tuple[Any, Draft, TeacherTargets]:
     for weight in (draft.o.weight, draft.down.weight):  # zero at first
         torch.nn.init.normal_(weight, std=0.2)
     text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
-    targets = Teacher(network, LAYERS).targets(text, torch.tensor([4, 11, 27]), logit_steps=3)
+    targets = Teacher(network, LAYERS).targets(text, torch.tensor([4, 11, 26]), logit_steps=3)
     return network, draft, targets
 
 
@@ -79,7 +82,9 @@ class PlainDrafter:
 def test_unrolled_steps_are_those_of_a_plain_drafter() -> None:
     network, draft, targets = made()
     found = draft.unroll(targets, 3)
-    states = torch.cat([h.double() for h in targets.hidden], -1)
+    norms = [part.weight.detach().double() for part in draft.head.feature_norms]
+    states = [norm(h.double(), w) for h, w in zip(targets.hidden, norms, strict=True)]
+    states = torch.cat(states, -1)
     fused = states @ draft.head.fc.weight.detach().double().T
     for number, row in enumerate(targets.rows.tolist()):
         plain = PlainDrafter(network, draft)
@@ -94,7 +99,7 @@ def test_unrolled_steps_are_those_of_a_plain_drafter() -> None:
             assert float(difference) < 1e-4 * float(logits.abs().max())
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_the_steps() -> None:
+def test_the_loss_is_the_weighted_divergence_of_the_steps() -> None:
     _, draft, targets = made()
     assert targets.logits is not None
     total = weight = 0.0
@@ -103,9 +108,49 @@ def test_the_loss_is_the_weighted_cross_entropy_of_the_steps() -> None:
             targets.logits[:, step].double().softmax(-1),
             logits.double().log_softmax(-1),
         )
-        total += DECAY**step * -(wanted * found).sum(-1).mean().item()
+        total += DECAY**step * _weighted(targets, step, (wanted * (wanted.log() - found)).sum(-1))
         weight += DECAY**step
     assert eagle_loss(draft, targets).item() == pytest.approx(total / weight, rel=1e-5)
+
+
+def _weighted(targets: TeacherTargets, step: int, losses: Tensor) -> float:
+    """The mean of losses [R], weighted by how likely the tokens up to that step are."""
+    assert targets.logits is not None
+    weights = []
+    for number, row in enumerate(targets.rows.tolist()):
+        likely = 1.0
+        for ahead in range(step + 1):
+            chances = targets.logits[number, ahead].double().softmax(-1)
+            likely *= float(chances[targets.token_ids[row + ahead + 1]])
+        weights.append(likely)
+    return sum(w * x for w, x in zip(weights, losses.detach().tolist(), strict=True)) / sum(weights)
+
+
+def test_a_trained_draft_is_written_so_that_it_drafts(tmp_path: Path) -> None:
+    """Its layer, read as an EAGLE-3 checkpoint, proposes what the layer in training predicts."""
+    network = make_network(make_config("llama"))
+    config = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, tokens=1000)
+    distiller = Distiller(network, Texts(), config)
+    for _ in range(3):
+        distiller.train_step()
+    distiller.save_pretrained(tmp_path)
+    draft = distiller.module
+    assert isinstance(draft, Draft)
+    text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
+    targets = Teacher(network, LAYERS).targets(text, torch.tensor([29]), logit_steps=1)
+    (wanted,) = draft.unroll(targets, 1)
+
+    stored = DraftModel.from_eagle3(tmp_path / DRAFT_FOLDER, network)
+    assert stored.head.config.feature_layers == LAYERS
+    hidden = previous(stored.head.fuse(targets.hidden))
+    query, keys, values = stored.project(text, torch.arange(30), hidden)
+    weights = torch.einsum("hgd,nhd->hgn", query[29].unflatten(0, (keys.shape[1], -1)), keys)
+    weights = (weights * stored.head.scale).softmax(-1)
+    mixed = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)[None]
+    tokens, features = stored.step(hidden[29:], mixed)
+    assert tokens.tolist() == wanted.argmax(-1).tolist()
+    logits = stored.lm_head(stored.norm(features))
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])

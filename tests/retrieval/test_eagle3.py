@@ -196,7 +196,7 @@ LLAMA_8B = {
     ],
 )
 def test_most_of_an_8b_draft_is_dropped(inputs: str, brings_embedding: bool, share: float) -> None:
-    """More than 90%, as the paper has it, but for `fc`: an eighth of a draft without embedding."""
+    """More than 90%, as in the paper, without `fc`: an eighth of a draft without embedding."""
     featured = inputs == "tokens+features"
     config = HeadConfig(
         vocab_size=LLAMA_8B["vocab_size"],

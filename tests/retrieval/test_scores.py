@@ -17,7 +17,7 @@ LENGTHS, SIZE, KV_HEADS, DIM = [15, 5], 4, 2, 8
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_weights_are_over_what_is_there(heads: int, groups: int) -> None:
-    """Pages that are not there may hold anything: page 0 stands for them."""
+    """Missing pages may hold anything: page 0 is their placeholder."""
     random = torch.Generator().manual_seed(heads)
     keys = torch.randn(8, KV_HEADS, SIZE, DIM, generator=random)
     keys[0] = torch.nan

@@ -55,7 +55,7 @@ def plain_weights(head: RetrievalHead, targets: TeacherTargets) -> torch.Tensor:
 def plain_divergence(
     network: Any, head: RetrievalHead, targets: TeacherTargets, budget: int, heat: float
 ) -> float:
-    """By a mask in transformers' eager attention, and sums over words."""
+    """Through a mask in transformers' eager attention, and sums over the vocabulary."""
     weights = plain_weights(head, targets)
     groups = network.config.num_key_value_heads
     scores = weights.unflatten(0, (groups, -1)).amax(1).log()

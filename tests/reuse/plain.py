@@ -121,7 +121,7 @@ class Stored:
 
 
 def encode(network: Network, ids: list[int], block_size: int) -> Stored:
-    """Read a document alone, at places 0, 1, 2, ..."""
+    """Encodes a document alone, at positions 0, 1, 2, ..."""
     places = torch.arange(len(ids))
     stored = Stored(list(ids), [], [], [], [], [], [])
     x = network.embed(torch.tensor(ids))

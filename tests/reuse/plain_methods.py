@@ -15,7 +15,7 @@ from tests.reuse.plain import Prompt, Settings, among
 
 @dataclass
 class Choice:
-    """What a method keeps and writes, bool [L, P]; `revise` for cacheblend."""
+    """The tokens that a method keeps and recomputes, bool [L, P]; `revise` for cacheblend."""
 
     kept: Tensor
     recomputed: Tensor

@@ -82,7 +82,7 @@ def test_one_document_keeps_all_that_it_wants() -> None:
 
 
 def test_a_document_with_outliers_wins_over_one_with_large_scores() -> None:
-    """Standardised: what counts is how far a block is above its document."""
+    """Scores are standardised: only the distance from the document's mean counts."""
     flat = torch.tensor([[1000.0, 1001.0, 1002.0, 1003.0]])
     peak = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     chosen = choose([flat, peak], [0.25, 0.25])

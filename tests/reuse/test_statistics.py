@@ -223,7 +223,7 @@ def test_a_representative_always_receives_something() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that any operation gives."""
+    """The size of the largest tensor that any operation returns."""
 
     numbers = 0
 

@@ -227,7 +227,7 @@ def test_metadata_is_kept_and_replaced(address: str) -> None:
 
 
 def test_a_document_waits_for_pages_that_a_request_holds(tmp_path: Path) -> None:
-    """It failed where nothing was free at that moment."""
+    """It failed if no page was free at that moment."""
     path = make_model("llama", tmp_path, tokenizer=True, vocab_size=300)
     llm = LLM(path, memory="256KiB", prefix_cache=False, documents=tmp_path / "documents")
     room = llm.engine.max_pages * llm.engine.config.page_size

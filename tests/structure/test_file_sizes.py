@@ -1,4 +1,4 @@
-"""A file fits in the head."""
+"""Files stay small enough to be understood at once."""
 
 import ast
 import io

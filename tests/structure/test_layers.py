@@ -1,4 +1,4 @@
-"""Imports point down, and stand at the top of their file."""
+"""Imports point to lower layers, and are at the top of their file."""
 
 import ast
 import re

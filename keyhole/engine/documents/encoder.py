@@ -47,7 +47,7 @@ def encode(
     chunk: int,
     head_runner: HeadRunner | None = None,
 ) -> DocumentRecord:
-    """The record of a document, its tensors on the CPU; all of it at once.
+    """Encodes a whole document and returns its record, with tensors on the CPU.
 
     tokens: int64 [n]; chunk: tokens that run at once. head_runner: its head's keys are stored too,
     where they cannot be computed from tokens alone. CapacityError if n tokens do not fit into the

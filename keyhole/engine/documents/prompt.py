@@ -47,7 +47,7 @@ def assemble(
     Every part is tokenised alone, so that it contains the stored tokens unchanged. Documents stay
     open until `stack` is closed; if the caller does not hold the engine's lock, other threads'
     steps continue while they are opened. chat: prefix, documents and question are the user's
-    message of the model's chat template. With `Reuse.max_documents` only as many documents are
+    message of the model's chat template. With `Reuse.document_limit` only as many documents are
     opened and placed.
     """
     tokenizer = engine.model.tokenizer
@@ -55,8 +55,8 @@ def assemble(
         raise RequestError("the question is empty; ask something")
     if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
-    if reuse.max_documents is not None and len(set(names)) > reuse.max_documents:
-        names = documents.choose(_text_of(tokenizer, question), names, reuse.max_documents)
+    if reuse.document_limit is not None and len(set(names)) > reuse.document_limit:
+        names = documents.choose(_text_of(tokenizer, question), names, reuse.document_limit)
     each = [*dict.fromkeys(names)]  # a name that occurs twice is opened once
     opened: dict[str, StoredDocument] = {}
     for document in documents.open_all(each, with_head=not reuse.exact):

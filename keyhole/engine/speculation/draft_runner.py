@@ -35,12 +35,13 @@ from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.fast_layers import speed_up_linear
-from keyhole.models.model import DRAFT_FOLDER, Model
+from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_layers
 from keyhole.models.weights.weight_format import WeightFormat
 from keyhole.policies.base import ChoiceBlocks, HeadWeights
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.retrieval.head import RetrievalHead
 
 

@@ -65,7 +65,7 @@ class Drafting:
                 plan.drafts[sequence] = tokens[:count]
 
     def cut(self, sequence: Sequence) -> None:
-        """The last pages of a sequence's list were removed. Between steps."""
+        """Adapts to the removal of the last pages of a sequence; called between steps."""
         if self._model is not None:
             self._model.cut(sequence)
 

@@ -389,21 +389,31 @@ ROWS: dict[str, Callable[[Random, int], Row]] = {
 
 _WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0}
 """Text that a model generates at length has the largest weight."""
+_HOPS_WEIGHTS = {"questions": 3.0, "walk": 1.5, "derive": 3.0, "walk2": 2.0}
+"""The same for the model that resolves two facts in one step."""
 
 
 class HeadTexts:
     """A corpus for `keyhole train-head` whose items are in no evaluation.
 
-    Every text is a prompt and an answer that takes about half of it.
+    Every text is a prompt and an answer that takes about half of it. hops: with walks that
+    "tiny-hops" learned and "tiny" did not.
     """
 
     name = "the bundled model's texts"
-    digest = hashlib.sha256(json.dumps(_WEIGHTS).encode()).hexdigest()
-    """Digest of the mixture; the texts themselves change only with Keyhole's version."""
+
+    def __init__(self, *, hops: bool = False) -> None:
+        self._weights = _HOPS_WEIGHTS if hops else _WEIGHTS
+
+    @property
+    def digest(self) -> str:
+        """Digest of the mixture; the texts themselves change only with Keyhole's version."""
+        return hashlib.sha256(json.dumps(self._weights).encode()).hexdigest()
 
     def text(self, rng: Random, length: int) -> list[int]:
         """Token ids of one row of at most `length` words, at least 96."""
-        kinds = [kind for kind in _WEIGHTS if kind != "walk" or length <= LONGEST_WALK]
-        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        weights = self._weights
+        kinds = [kind for kind in weights if kind != "walk" or length <= LONGEST_WALK]
+        kind = rng.choices(kinds, [weights[kind] for kind in kinds])[0]
         words, _ = ROWS[kind](rng, length)
         return [WORD_IDS[word] for word in words]

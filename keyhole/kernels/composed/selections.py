@@ -105,9 +105,9 @@ def renew_stamps(
 
 
 def drop_oldest(stamps: Tensor, rows: Tensor, pinned: Tensor, pages: Tensor, due: Tensor) -> Tensor:
-    """The page of the oldest stamp, the earlier of equals: int64 [B], counted after the pinned.
+    """The page with the oldest stamp, int64 [B], counted after the pinned pages; ties: the earlier.
 
-    Where bool [B] due says that it goes, its stamp is taken out, in place.
+    Where bool [B] due is set, removes its stamp in place.
     """
     old = stamps[rows]
     place = torch.arange(old.shape[1], device=old.device)

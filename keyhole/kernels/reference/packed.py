@@ -16,7 +16,7 @@ _AT_ONCE = 1 << 22
 
 
 class PackedWeight(NamedTuple):
-    """A weight [O, I] in few bits: code * scale + minimum, for groups of inputs.
+    """A quantised weight [O, I]: code * scale + minimum, for groups of inputs.
 
     codes: uint8 [O, I * bits / 8]. scales, minimums: [O, groups], in the dtype of the layer. bits:
     4 or 8. I is a multiple of 64 and of the group size, which is 32, 64 or 128.
@@ -43,7 +43,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
-    """A weight [O, I] in few bits; the codes of a group cover its range evenly."""
+    """A quantised weight [O, I]; the codes of a group cover its range evenly."""
     (num_outputs, num_inputs), dtype = weight.shape, weight.dtype
     codes = torch.empty(num_outputs, num_inputs * bits // 8, dtype=torch.uint8)
     scales = torch.empty(num_outputs, num_inputs // group_size, dtype=dtype)

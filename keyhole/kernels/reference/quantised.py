@@ -21,7 +21,7 @@ from torch import Tensor
 from keyhole.config import KV_DTYPES, SCALE_BYTES
 
 #: The dtype of pages for a `kv_dtype`.
-STORED = dict(zip(KV_DTYPES[1:], (torch.int8, torch.uint8), strict=True))
+STORED: dict[str, torch.dtype] = dict(zip(KV_DTYPES[1:], (torch.int8, torch.uint8), strict=True))
 
 _LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(torch.float8_e4m3fn).max}
 

@@ -110,10 +110,10 @@ def _run(module: Packed, tokens: Tensor, there: LayerState) -> Any:
 
 
 def _continues(module: Packed, tokens: Tensor, states: States) -> bool:
-    """Whether what two tokens [1, 2, width] yield depends on the recurrent state before them.
+    """Whether the outputs for two tokens [1, 2, width] depend on the preceding recurrent state.
 
-    states: one of the module, which says the shapes. Where it rounds to nothing, False costs time
-    only.
+    states: one state of the module, for its shapes. A dependence that is lost in rounding yields
+    False, which costs time but changes no result.
     """
     if not any(kind == "recurrent" for kind, _ in states):
         return True

@@ -1,1 +1,1 @@
-"""Weights other than plain numbers: packed in few bits, as checkpoints store them, and adapters."""
+"""Weights other than plain numbers: packed at load, quantised in checkpoints, and adapters."""

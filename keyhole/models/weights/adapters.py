@@ -18,10 +18,10 @@ from keyhole.models.modules.sequence_adapters import AdapterMatrices
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model from which a request chooses.
+    """The LoRA adapters of a model, of which each request may name one.
 
-    digests: of the numbers of each, by name, in the order of their numbers, which begin at 1.
-    layers: what they add to each module, by its name.
+    digests: of each adapter's weights, by name; the first adapter has number 1. layers: what the
+    adapters add to each module, by the module's name.
     """
 
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -125,8 +125,9 @@ def _adapted(network: Any, adapter: Path, base: str) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter))
         if config.peft_type != peft.PeftType.LORA:
+            kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
-                f"the adapter {str(adapter)!r} is of the kind {config.peft_type.value}, which "
+                f"the adapter {str(adapter)!r} is of the kind {kind}, which "
                 "cannot be merged into weights; LORA can"
             )
         weights = peft.load_peft_weights(str(adapter), device="cpu")

@@ -1,4 +1,4 @@
-"""llama.cpp's blocks of weights, Q8_0, Q4_0 and Q4_K, kept in few bits and multiplied as they are.
+"""llama.cpp's blocks of weights, Q8_0, Q4_0 and Q4_K, multiplied as they are stored.
 
 A row of a matrix is cut into blocks with scales of their own (ggml-quants.c in llama.cpp):
 

@@ -185,14 +185,19 @@ def _order_of_rows(
 
 def _make_room(module: Any, weight: BlockWeight, dtype: torch.dtype) -> None:
     """Gives a module without numbers the parameters of a kept weight."""
-    kind = BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
     codes, *scales = (torch.empty_like(part, device="meta") for part in weight[:3])
-    replace_weight(module, kind, BlockWeight(codes, scales[0], scales[1], weight.bits))
+    replace_weight(
+        module, _block_class(module), BlockWeight(codes, scales[0], scales[1], weight.bits)
+    )
     module.dtype = dtype
 
 
+def _block_class(module: Any) -> type[BlockLinear] | type[BlockEmbedding]:
+    return BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
+
+
 def _number(path: Path, dtype: Any) -> torch.dtype:
-    """The dtype that is wanted, or the one that holds what a file stores."""
+    """The requested dtype, or the one that represents the file's own."""
     found: torch.dtype = getattr(torch, checkpoint.gguf_dtype(path)) if dtype == "auto" else dtype
     return found
 

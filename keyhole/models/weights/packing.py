@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class _Packed:
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight in few bits."""
+        """The packed weight."""
         return PackedWeight(self.codes, self.scales, self.minimums, self.bits)
 
     def rows(self, which: slice | Tensor) -> PackedWeight:
@@ -211,7 +211,7 @@ def _require_linear(network: Any, wanted: WeightFormat, name: str) -> None:
         )
 
 
-def is_plain_embedding(embedding: Any) -> bool:
+def is_plain_embedding(embedding: Any) -> TypeGuard[nn.Embedding]:
     """Whether a module looks up rows by `nn.Embedding`, itself or with something around it."""
     return isinstance(embedding, nn.Embedding) and embedding.max_norm is None
 

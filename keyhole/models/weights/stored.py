@@ -1,4 +1,4 @@
-"""Checkpoints that are stored in few bits, which transformers' own quantisers load.
+"""Quantised checkpoints, which transformers' own quantisers load.
 
 Checks of bitsandbytes' packed weights that no library performs while loading.
 """
@@ -26,7 +26,7 @@ def require_known(config: Any, name: str) -> None:
 
 
 def require_suitable(config: Any, weights: str | None, name: str) -> None:
-    """ConfigError for weights that are to be packed and are stored in few bits already.
+    """ConfigError for weights that should be packed but are already quantised.
 
     And for blocks that are to be dequantised, which only GGUF files have.
     """

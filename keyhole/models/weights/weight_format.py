@@ -33,7 +33,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """As it is written."""
+        """The format as users write it."""
         found = next(name for name, bits in BITS.items() if bits == self.bits)
         default = type(self).group_size
         return found if self.group_size == default else f"{found}:group_size={self.group_size}"

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.config import require
+from keyhole.retrieval import draft_files
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
@@ -27,6 +29,8 @@ from keyhole.retrieval.training.training_config import SHORTEST, Corpus, Trainin
 #: Budget of the progress figures: this part of a text, with sinks and window as
 #: SpeContext has them by default.
 _PART, _FIRST, _LAST = 8, 4, 64
+#: Peak learning rate of a draft's matrices.
+_MUON = 0.01
 
 
 class Distiller(TrainingRun):
@@ -55,8 +59,15 @@ class Distiller(TrainingRun):
         return self.module
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the current head. ConfigError if it cannot be written."""
+        """Writes the current head, and the draft that it was pruned from into a folder in it.
+
+        ConfigError if they cannot be written.
+        """
         self.head.save_pretrained(folder)
+        if isinstance(self.module, Draft) and self.config.inputs == "tokens+features":
+            draft_files.write(
+                folder / DRAFT_FOLDER, self.head.config, dict(self.module.named_parameters())
+            )
 
     def _lesson(self, rng: Random, length: int) -> Lesson:
         targets = self._targets(rng, length)
@@ -71,7 +82,7 @@ class Distiller(TrainingRun):
             rows = list(objectives.stretch(rng, len(token_ids), config.num_queries))
             token_ids = token_ids[: rows[-1] + 1]
         else:
-            last = len(token_ids) - max(0, steps - 1)
+            last = len(token_ids) - steps
             places = range(min(len(token_ids) // 2, last - 1), last)
             rows = sorted(rng.sample(places, min(len(places), config.num_queries)))
         return self._teacher.targets(
@@ -118,13 +129,13 @@ def _settled(config: TrainingConfig, shape: Target, given: RetrievalHead | None)
         layers = distinct_feature_layers(shape.num_layers)
     good = all(layer < shape.num_layers for layer in layers)
     require(good, "feature_layers", layers, f"layers of 0 to {shape.num_layers - 1}")
-    width = int(shape.embedding.shape[-1])
+    width, eagle = int(shape.embedding.shape[-1]), config.objective == "eagle"
     return dataclasses.replace(
         config,
         inputs=inputs,
         length=length,
         feature_layers=layers,
-        learning_rate=config.learning_rate or factor / width,
+        learning_rate=config.learning_rate or (_MUON if eagle else factor / width),
     )
 
 
@@ -137,6 +148,7 @@ def _random(network: nn.Module, config: TrainingConfig) -> RetrievalHead:
     own = dataclasses.replace(
         base.config,
         feature_layers=config.feature_layers,
+        feature_norms=config.objective == "eagle" and bool(config.feature_layers),
         objective=config.objective,
         trained_length=config.length,
     )
@@ -164,7 +176,23 @@ def _draft(network: nn.Module, head: RetrievalHead, seed: int) -> Draft:
     _draw(draft, seed)
     for last in (draft.o, draft.down):  # at first the layer passes its input through
         nn.init.zeros_(last.weight)
+    _pass_states(head)
     return draft.float()
+
+
+@torch.no_grad()
+def _pass_states(head: RetrievalHead) -> None:
+    """Lets the features of a draft begin as the sum of the lowest and the highest state read.
+
+    What the layer adds to is then in the coordinates that the output matrix reads. Where the
+    widths of draft and target differ, the features begin as random mixtures.
+    """
+    config, count = head.config, len(head.config.feature_layers)
+    if count and config.feature_size == config.hidden_size:
+        head.fc.weight.mul_(0.3)
+        parts = head.fc.weight.view(config.hidden_size, count, config.feature_size)
+        for part in {0, count - 1}:
+            parts[:, part].diagonal().add_(1)
 
 
 @torch.no_grad()

@@ -368,7 +368,9 @@ class Draft(DraftLayer):
         """
         if inputs == self.head.config.inputs:
             return self.head
-        config = replace(self.head.config, inputs=inputs, feature_size=0, feature_layers=())
+        config = replace(
+            self.head.config, inputs=inputs, feature_size=0, feature_layers=(), feature_norms=False
+        )
         pruned = RetrievalHead(config, self.head.embedding).to(self.head.q.weight.dtype)
         with torch.no_grad():
             pruned.embed_norm.weight.copy_(self.head.embed_norm.weight)
@@ -398,15 +400,21 @@ class Draft(DraftLayer):
 
 
 def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
-    """Cross-entropy with the target's distribution, later steps counting less; in nats."""
+    """KL divergence from the target's distribution, in nats; later steps count less.
+
+    A row counts by the probability that the target gives to the tokens that follow it, up to the
+    one after the step: only what the target would have written is like what it will write, and a
+    draft need not be right elsewhere. Every row has a token after its last step.
+    """
     assert targets.logits is not None
     steps = targets.logits.shape[1]
-    wanted = targets.logits.softmax(-1)
-    losses = [
-        -(wanted[:, step] * logits.log_softmax(-1)).sum(-1).mean()
-        for step, logits in enumerate(draft.unroll(targets, steps))
-    ]
-    weights = [DECAY**step for step in range(steps)]
-    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-    assert isinstance(total, Tensor)
-    return total / sum(weights)
+    logs = targets.logits.log_softmax(-1)
+    wanted = logs.exp()
+    follow = targets.token_ids[targets.rows[:, None] + torch.arange(1, steps + 1).to(targets.rows)]
+    likely = wanted.gather(-1, follow[..., None])[..., 0].cumprod(1)  # [R, steps]
+    weights = likely / likely.sum(0).clamp_min(1e-9)
+    total = targets.logits.new_zeros(())
+    for step, logits in enumerate(draft.unroll(targets, steps)):
+        losses = (wanted[:, step] * (logs[:, step] - logits.log_softmax(-1))).sum(-1)
+        total = total + DECAY**step * (weights[:, step] * losses).sum()
+    return total / sum(DECAY**step for step in range(steps))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
@@ -47,7 +48,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one text gives: the loss, the recall of the selection and of the window, its tokens."""
+    """Results for one text: the loss, the recall of the selection and of the window, its tokens."""
 
     loss: Tensor
     recall: float
@@ -65,9 +66,7 @@ class TrainingRun(ABC):
         self.module, self.config, self._corpus = module, config, corpus
         self.step = self.tokens = 0
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self._optimizers = _optimizers(self._parameters, config)
 
     @abstractmethod
     def save_pretrained(self, folder: Path) -> None:
@@ -99,15 +98,18 @@ class TrainingRun(ABC):
         losses = [float(lesson.loss) for lesson in lessons]
         norm = nn.utils.clip_grad_norm_(self._parameters, _LARGEST_GRADIENT)
         if not math.isfinite(sum(losses)) or not norm.isfinite():
-            self.optimizer.zero_grad()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
             raise NumericalError(
                 f"the loss of step {self.step} is {losses[-1]} and its gradient {float(norm)}; a "
                 "lower learning_rate may help"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = (config.learning_rate or 0.0) * rate(self.tokens / config.tokens)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        factor = rate(self.tokens / config.tokens)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * factor
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         self.tokens += sum(lesson.tokens for lesson in lessons)
         shares = [(lesson.recall, lesson.window) for lesson in lessons]
@@ -119,7 +121,7 @@ class TrainingRun(ABC):
         return {
             "config": dataclasses.asdict(self.config),
             "weights": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "data": {"name": self._corpus.name, "digest": self._corpus.digest},
             "step": self.step,
             "tokens": self.tokens,
@@ -147,8 +149,28 @@ class TrainingRun(ABC):
             raise ConfigError(
                 "the run that is to be resumed was made for a model of another shape"
             ) from error
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         self.step, self.tokens = state["step"], state["tokens"]
+
+
+def _optimizers(parameters: list[nn.Parameter], config: TrainingConfig) -> list[Optimizer]:
+    """AdamW; for a draft Muon on its matrices, and AdamW on its norms at a fifth of the rate.
+
+    Every group has its own peak rate, as `peak`. Muon (Jordan et al., 2024) orthogonalises the
+    update of a matrix, so its rate does not depend on the width.
+    """
+    peak = config.learning_rate or 0.0
+
+    def adamw(those: list[nn.Parameter], peak: float) -> Optimizer:
+        groups = [{"params": those, "peak": peak}]
+        return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
+
+    if config.objective != "eagle":
+        return [adamw(parameters, peak)]
+    matrices = [p for p in parameters if p.ndim == 2]
+    muon = torch.optim.Muon([{"params": matrices, "peak": peak}], lr=peak, weight_decay=0.0)
+    return [muon, adamw([p for p in parameters if p.ndim != 2], peak / 5)]
 
 
 def rate(done: float) -> float:

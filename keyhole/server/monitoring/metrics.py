@@ -48,7 +48,7 @@ class LoadGauges(Collector):
         self._load = load
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Their names, for the registry, as the engine may not be running yet."""
+        """Their names for the registry, which must not call `load` before the engine runs."""
         for name, text in _LOAD.items():
             yield GaugeMetricFamily(f"keyhole_{name}", text)
 

@@ -21,7 +21,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from keyhole import LLM, Quest, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.models.loading import load
-from keyhole.models.model import DRAFT_FOLDER, Model
+from keyhole.models.model import Model
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_model
 from tests.engine.requests_machine import GREEDY, RequestsMachine
 from tests.engine.speculation.drafts import COUNT, Erring, replaying, under_draft

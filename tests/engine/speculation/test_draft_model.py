@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft beside a model: what it proposes and chooses, and that nothing else changes."""
+"""An EAGLE-3 draft of a model: its proposals and selections; outputs do not change."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.loading import load
-from keyhole.models.model import DRAFT_FOLDER, Model
+from keyhole.models.model import Model
 from keyhole.models.weights.packing import PackedLinear
 from keyhole.retrieval.draft import DraftModel
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_config, make_model, make_network
 from tests.engine.speculation.drafts import replaying
 from tests.engine.speculation.test_drafting import assert_drafted, assert_same, served

@@ -427,7 +427,7 @@ RECORDED = ((0, prompt(3, 0), 50), (5, prompt(60, 1), 40))
 def test_recorded_steps_are_repeated_with_drafts(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
 ) -> None:
-    """As in tests/engine/test_cuda_graph_runner.py, but for rounding: more rows are padding."""
+    """As in tests/engine/test_cuda_graph_runner.py, up to rounding: more rows are padding."""
     pair = Pair(monkeypatch, model, small(name), draft="ngram", num_draft_tokens=COUNT)
     texts = [one.tokens for one in served(make_engine(model, small(name)), RECORDED)]
     for engine in (pair.plain, pair.engine):

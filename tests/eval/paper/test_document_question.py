@@ -1,4 +1,4 @@
-"""Samples in pieces for a store, and how right an answer is."""
+"""Samples split into documents, and the score of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions over stored documents are asked under every method, stored, and not asked again."""
+"""Questions over stored documents run under every method, are stored, and do not run again."""
 
 from __future__ import annotations
 

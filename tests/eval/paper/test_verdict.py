@@ -22,7 +22,7 @@ from keyhole.eval.paper.verdicts import (
 
 
 def scores(method: float, reference: float, control: float, samples: int = 400) -> Scores:
-    """Right and wrong answers in these shares; whoever is right less is right on fewer of them."""
+    """Answers with these shares right; a lower share is right on a subset of the same items."""
     shares = (method, reference, control)
     made = [[float(n < round(share * samples)) for n in range(samples)] for share in shares]
     return Scores(method=made[0], reference=made[1], control=made[2])
@@ -75,7 +75,7 @@ def test_the_gain_counts_the_places_that_can_tell_and_the_loss_counts_all() -> N
 
 @pytest.mark.parametrize("samples", [8, 100, 188, 189, 1000])
 def test_samples_that_all_agree_do_not_show_that_others_would(samples: int) -> None:
-    """Also where answers are parts: a bootstrap of equal differences has no width at all."""
+    """Also for fractional scores: a bootstrap of equal differences has no width."""
     half = [0.5] * samples
     found = verdicts.difference([Scores(method=half, reference=half, control=half)])
     assert found.points == 0

@@ -120,7 +120,7 @@ def test_questions_have_many_short_documents() -> None:
 
 
 def test_golden_scores() -> None:
-    """Worked out by hand from RULER's definitions."""
+    """Computed by hand from RULER's definitions."""
     assert string_match_all(("4712", "8210"), "They are 4712 and 8210.") == 1.0
     assert string_match_all(("4712", "8210"), "4712, then 821 0") == 0.5
     assert string_match_all(("Abc",), "xABCx") == 1.0

@@ -64,7 +64,7 @@ def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: st
         # Setup B encodes the context and the rest apart from each other.
         apart = count(sample.context) + count(sample.question + sample.answer_prefix)
         assert max(total, apart + sample.max_new_tokens) <= length
-        # There are names for so many steps only, and a step more is many tokens at once.
+        # The number of names limits the number of steps, and each step has many tokens.
         assert total >= 0.95 * length or name in ("walk", "tiny_walk", "derive", "tiny_derive")
         assert total >= 0.9 * length or "walk" in name or length == 20000
 

@@ -44,7 +44,7 @@ class Pieces:
 
 
 class Replicas:
-    """A handle: each call has the next answer."""
+    """A handle that returns the next answer at each call."""
 
     def __init__(self, *answers: list[Any]) -> None:
         self.calls: list[tuple[str, dict[str, Any], bytes]] = []

@@ -1,4 +1,4 @@
-"""The order in which replicas are asked."""
+"""The order in which replicas are tried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ["one", "two", "three"]
 
 
 def order(key: str, lengths: dict[str, int]) -> list[str]:
-    """Names of the replicas, that have so many requests."""
+    """The order of the replicas, which have `lengths` requests each."""
     router: Any = AffinityRouter.__new__(AffinityRouter)
     router.initialize_state(overloaded=4)
     cache = SimpleNamespace(get=lambda one: lengths.get(one.unique_id))

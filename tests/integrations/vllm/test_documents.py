@@ -1,6 +1,6 @@
 """Stored documents in vLLM: the tokens are those of Keyhole's engine over the same documents.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One engine of vLLM on the CPU, in this process, under every policy.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What vLLM without Keyhole answers, in a process of its own."""
+    """The answer of vLLM without Keyhole, in a separate process."""
     path = tmp_path_factory.mktemp("alone") / "answers.json"
     command = [sys.executable, "-m", "tests.integrations.vllm.engines", checkpoint, str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=600)

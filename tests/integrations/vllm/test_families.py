@@ -1,6 +1,6 @@
 """Gemma-3: layers with sliding windows, and several KV cache groups.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's API server with two tensor-parallel workers, under DELTA: four processes and a client.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations

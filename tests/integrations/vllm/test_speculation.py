@@ -1,6 +1,6 @@
-"""Draft tokens are checked as if they were decoded one after the other, each under its selection.
+"""Draft tokens are verified as if they were decoded in turn, each with its own selection.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is refused when an engine is configured, and what happens without a policy: nothing.
 
-Run by `make test-vllm`, in an environment of its own.
+Run by `make test-vllm`, in a separate environment.
 """
 
 from __future__ import annotations

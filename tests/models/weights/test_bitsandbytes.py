@@ -38,7 +38,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint in few bits, with a tokenizer; layers large enough for blocks of 64 weights."""
+    """A quantised checkpoint with a tokenizer; layers large enough for blocks of 64 weights."""
     where = tmp_path_factory.mktemp(request.param)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     path = make_model("llama", where, tokenizer=True, initializer_range=0.05, **sizes)

@@ -1,6 +1,6 @@
-"""Checkpoints that are stored in few bits: transformers' quantisers load them, layers as they are.
+"""Quantised checkpoints: transformers' quantisers load them, and their layers are not changed.
 
-Those that run on a CPU are compared with transformers; the others are refused with what they need.
+Those that run on a CPU are compared with transformers; the others are refused with a reason.
 torchao's are skipped without it: `pip install torchao`.
 """
 

@@ -1,4 +1,4 @@
-"""One line for each request, without what was asked unless that is wanted."""
+"""One line for each request, without its prompt unless prompts are logged."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Tab:
     wrong: list[str] = field(default_factory=list)
 
     def on_request(self, request: Any) -> None:
-        """Keeps what is asked; nothing may be asked of other places."""
+        """Records requests; no request may go to another host."""
         if not request.url.startswith((self.address, "data:")):
             self.wrong.append(f"asked {request.url}")
         if request.url.endswith("/completions"):
@@ -96,7 +96,7 @@ class Tab:
         return found
 
     def answers_with(self, *pieces: str, choice: dict[str, Any] | None = None) -> None:
-        """Lets the server say this, whatever is asked."""
+        """Makes the server answer with this text, whatever the question."""
         chunks = [{"choices": [{"delta": {"content": piece}} | (choice or {})]} for piece in pieces]
         usage = {"completion_tokens": len(pieces), "keyhole": {}}
         events = [json.dumps(one) for one in [*chunks, {"choices": [], "usage": usage}]]

@@ -1,0 +1,114 @@
+"""How many tokens a step of "tiny-hops" makes with its own EAGLE-3 draft, and at what speed.
+
+    python -m benchmarks.serving.bundled_draft
+
+Each text is an item of a task with the first part of its right answer, so that the model writes the
+last tokens of a text of the stated length. All proposals are verified by real steps: nothing is
+simulated. Systems: `full` without a draft, with prompt look-up (`ngram`) and with the draft, and
+`spe_context` at an eighth of the length, for which the same draft selects. The seeds are those of
+evaluations. One line is added to benchmarks/results/bundled-draft.jsonl.
+
+The model's eight narrow layers cost little more than the steps of the draft, so tokens per second
+say nothing about large models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+import benchmarks
+from keyhole import LLM, SamplingParams, SpeContext
+from keyhole.bench import measure
+from keyhole.eval.tiny_language.tasks import make
+
+LENGTHS = (512, 2048, 8192)
+TASKS = ("derive", "walk", "walk2", "multiquery")
+#: "walk" runs out of names in longer texts.
+LONGEST = {"walk": 2048, "walk2": 2048}
+#: Words that the model writes at the end of a text.
+WRITTEN = 128
+SYSTEMS = ("full", "full+ngram", "full+eagle3", "spe_context+eagle3")
+
+
+def main() -> int:
+    """Measures, prints and stores every task, length and system."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="tiny-hops")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
+    parser.add_argument("--items", type=int, default=4, help="of a task at a length")
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--note", default="", help="what a reader should know of this run")
+    parser.add_argument("--dry", action="store_true", help="store nothing")
+    arguments = parser.parse_args()
+    command = ("python", "-m", "benchmarks.serving.bundled_draft")
+    line = measure.header("bundled-draft", torch.device("cpu"), arguments.note, command)
+    line |= {"settings": vars(arguments) | {"written": WRITTEN}, "results": []}
+    for length in arguments.lengths:
+        for system in SYSTEMS:
+            llm = opened(system, length, arguments)
+            for task in TASKS:
+                if length <= LONGEST.get(task, length):
+                    result = decode(llm, task, length, arguments.items)
+                    line["results"].append({"system": system} | result)
+                    print(told(line["results"][-1]), flush=True)
+    if not arguments.dry:
+        benchmarks.append(benchmarks.results() / "bundled-draft.jsonl", line)
+    return 0
+
+
+def opened(system: str, length: int, arguments: argparse.Namespace) -> LLM:
+    """The model under a policy, with or without a draft."""
+    policy, _, draft = system.partition("+")
+    return LLM(
+        arguments.model,
+        policy=SpeContext(token_budget=length // 8) if policy == "spe_context" else policy,
+        draft=draft or None,
+        num_draft_tokens=arguments.num_draft_tokens,
+    )
+
+
+def decode(llm: LLM, task: str, length: int, items: int) -> dict[str, Any]:
+    """One request after the other: tokens per step over all of them, and tokens per second."""
+    tokens, right, steps, seconds = 0, 0, 0.0, 0.0
+    for seed in range(items):
+        item = make(task, length, seed)
+        answer = item.answer.split()
+        given = max(0, len(answer) - WRITTEN)
+        prompt = " ".join([item.prompt, *answer[:given]])
+        begin = time.perf_counter()
+        found = llm.generate(prompt, SamplingParams(max_tokens=len(answer) - given))
+        stats = found.stats
+        seconds += time.perf_counter() - begin - (stats.ttft_ms or 0) / 1e3
+        tokens += stats.generated_tokens
+        right += found.text.split() == answer[given:]
+        # The first token comes with the prompt.
+        steps += (stats.generated_tokens - 1) / (stats.accepted_length or 1.0)
+    made = tokens - items
+    return {
+        "task": task,
+        "length": length,
+        "items": items,
+        "right": right,
+        "accepted_length": made / steps,
+        "tokens_per_second": made / seconds,
+    }
+
+
+def told(result: dict[str, Any]) -> str:
+    """One result as a line of text."""
+    return (
+        f"{result['length']:6,} {result['task']:10} {result['system']:18} "
+        f"{result['accepted_length']:.2f} tokens a step, {result['tokens_per_second']:6.1f} "
+        f"tokens/s, {result['right']} of {result['items']} right"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
