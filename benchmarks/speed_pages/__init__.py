@@ -123,16 +123,27 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
+def current(text: str) -> str:
+    """docs/results.md from all stored lines; text: the page as it is."""
+    return page(
+        stored("decode"),
+        stored("kernels"),
+        stored("offload"),
+        evaluation(text),
+        stored("headlines"),
+        million=stored("million"),
+        few_bits=stored("few-bits"),
+        speculation=stored("speculation"),
+    )
+
+
 def main() -> None:
     """Rewrites the pages and figures of the checkout."""
-    decode, offload, million = stored("decode"), stored("offload"), stored("million")
+    decode, offload, million = (stored(name) for name in ("decode", "offload", "million"))
     readme, docs = ROOT / "README.md", ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
     results = docs / "results.md"
-    text = evaluation(results.read_text())
-    headlines = stored("headlines")
-    rest = stored("few-bits"), stored("speculation")
-    results.write_text(page(decode, stored("kernels"), offload, text, headlines, million, *rest))
+    results.write_text(current(results.read_text()))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in offload[-1:]:
