@@ -351,7 +351,7 @@ class EngineConfig:
     )
     hot_document_bytes: int | None = setting(
         None,
-        "bytes beside memory, on the model's device, for stored documents read last; None: none",
+        "bytes of memory for keys and values of stored documents that were read last; None: none",
     )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(

@@ -127,7 +127,7 @@ class LLM:
         documents_check: When stored keys and values are compared with checksums: "open" only what
             is read when a document is opened, "read" everything that is read later, too.
         hot_document_bytes: Most bytes, as a number or text, that keys and values of stored
-            documents which were read last take on the model's device, beside `memory`; None: none.
+            documents which were read last take of `memory`, on the model's device; None: none.
 
     Raises:
         ModelError: The model is missing, damaged or not supported.

@@ -68,7 +68,8 @@ class MemoryModel:
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
     side_page_bytes: side data of a page, in all layers. request_bytes: per request, independent of
     its length. staging_bytes: buffers for copies between the tiers, allocated while a layer is
-    offloaded. runtime_bytes: the rest, such as a step's activations or a CUDA context.
+    offloaded. document_bytes: stored documents that stay in the cache's memory. runtime_bytes: the
+    rest, such as a step's activations or a CUDA context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -83,6 +84,7 @@ class MemoryModel:
     side_page_bytes: int = 0
     request_bytes: int = 0
     staging_bytes: int = 0
+    document_bytes: int = 0
     runtime_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class MemoryModel:
         head_weight_bytes: int = 0,
         request_bytes: int = 0,
         staging_bytes: int = 0,
+        document_bytes: int = 0,
         runtime_bytes: int = 0,
     ) -> MemoryModel:
         """The terms of our own engine; `keyhole.cache.layout` has layers and page data.
@@ -154,6 +157,7 @@ class MemoryModel:
             side_page_bytes=page_data_bytes + _TABLE_BYTES,
             request_bytes=request_bytes,
             staging_bytes=staging_bytes,
+            document_bytes=document_bytes,
             runtime_bytes=runtime_bytes,
         )
 
@@ -190,11 +194,12 @@ class MemoryModel:
             "buffers": self.requests * self.buffer_tokens * slots,
             "requests": self.requests * self.request_bytes,
             "staging": self.staging_bytes if offloaded else 0,
+            "documents": self.document_bytes,
             "runtime": self.runtime_bytes,
         }
 
     def cache_bytes(self, pages: int, offloaded: int) -> int:
-        """The terms of the KV cache alone: keys and values, side data, buffers, staging."""
+        """The terms of the KV cache: keys and values, side data, buffers, staging, documents."""
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:

@@ -246,7 +246,7 @@ class StepThread:
         if sequence is None:
             return None
         done, given = sequence.is_finished, request.given
-        tokens = sequence.tokens[len(sequence.prompt) + given :]
+        tokens = sequence.tokens[sequence.num_prompt + given :]
         if not done and (request.call.whole or not tokens):
             return None
         request.given += len(tokens)
@@ -276,11 +276,11 @@ def _extras(sequence: Sequence, given: int, count: int) -> Extras:
     """The extras of `count` tokens after the first `given`; raises what ended the request."""
     done, reads = sequence.is_finished, sequence.reads
     wanted = sequence.params.logprobs is not None
-    generated = len(sequence.tokens) - len(sequence.prompt)
+    generated = len(sequence.tokens) - sequence.num_prompt
     return Extras(
         logprobs=sequence.logprobs[given : given + count] if wanted else None,
         reads=None if reads is None else reads[given : given + count],
-        prompt_token_ids=None if reads is None or given else list(sequence.prompt),
+        prompt_token_ids=None if reads is None or given else sequence.prompt,
         stats=None if reads is None else sequence.stats(),
         result=result_of(sequence) if done else None,
         num_silent=generated - sequence.detokenizer.num_tokens if done else 0,

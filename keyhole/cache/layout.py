@@ -170,12 +170,14 @@ def memory_model(
     page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
+    document_bytes: int = 0,
 ) -> MemoryModel:
     """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
     shapes of side data per page, of all layers and of the head. movable: layers that the policy can
-    offload; None: all that can be. num_heads: as for `layer_memory`.
+    offload; None: all that can be. num_heads: as for `layer_memory`. document_bytes: stored
+    documents that stay in the cache's memory.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -193,6 +195,7 @@ def memory_model(
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
         request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
+        document_bytes=document_bytes,
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )
 

@@ -96,6 +96,7 @@ def memory_of(
     layers: tuple[int, ...],
     requests: int,
     prefill_chunk: int,
+    document_bytes: int = 0,
 ) -> MemoryModel:
     """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
     return memory_model(
@@ -107,6 +108,7 @@ def memory_of(
         page_data=data,
         movable=layers,
         num_heads=policy.selection_heads(geometry),
+        document_bytes=document_bytes,
     )
 
 
@@ -158,7 +160,7 @@ def allocate(
     """
     config_of_head = None if head is None else head.config
     data = page_data(geometry, policy, config_of_head, drafts=draft is not None)
-    page_bytes, plan = bytes_per_page(geometry, data), None
+    page_bytes, plan, hot = bytes_per_page(geometry, data), None, config.hot_document_bytes or 0
     if config.offload is not None or config.total_memory is not None:
         memory = memory_of(
             geometry,
@@ -168,6 +170,7 @@ def allocate(
             layers=() if config.offload is None else movable(geometry, policy),
             requests=num_rows,
             prefill_chunk=config.prefill_chunk,
+            document_bytes=hot,
         )
         plan = make_plan(memory, config)
         room = plan.cache_memory
@@ -175,11 +178,12 @@ def allocate(
         room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
     else:
         room = free_memory(model.device) if config.memory is None else config.memory
-    max_pages = max(0, room - reserved) // page_bytes
+    max_pages = max(0, room - reserved - hot) // page_bytes
     if plan is not None and config.offload is not None:
         max_pages = max(plan.capacities)
     if max_pages < 1:
         beside = f" beside a recurrent state of {reserved} bytes" if reserved else ""
+        beside += f" beside hot_document_bytes {hot}; lower that, or raise memory" if hot else ""
         raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes{beside}")
     cache = PageCache(
         geometry,

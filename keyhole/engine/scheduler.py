@@ -346,7 +346,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Admits a waiting sequence: a slot, cached pages, and new ones for its other tokens."""
         at_once = sequence.under.policy.dense and not sequence.given
-        sequence.prefill_end = len(sequence.tokens if at_once else sequence.prompt)
+        sequence.prefill_end = len(sequence.tokens) if at_once else sequence.num_prompt
         if sequence.filling is None:
             self._reuse(sequence)
         else:

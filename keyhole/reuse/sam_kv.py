@@ -216,10 +216,14 @@ class SamKV(Reuse):
         """Initial and local blocks, and selected middle blocks; the module lists the steps."""
         blocks = self._blocks(documents)
         ends = self._ends(blocks)
+        shares = (0.0,) * len(documents) if self.select else None
+        if ends.all():  # no middle block: nothing depends on statistics, so none are read
+            everything = torch.ones(len(documents[0].layers), int(blocks.sizes.sum())).bool()
+            again = everything.clone() if self.recompute else torch.zeros_like(everything)
+            return RecomputePlan(everything, again, shares)
         alpha = torch.stack(gather(documents, lambda facts: facts.alpha))
         kept = ends.expand_as(alpha).clone()
-        shares = (0.0,) * len(documents) if self.select else None
-        if self.select and not ends.all():
+        if self.select:
             assert query is not None, "the question is read over the question_context first"
             means = self._scores(documents, query, _by_mean)
             scores = means

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from keyhole import LLM
 from keyhole.documents import storage as storage_module
 from keyhole.engine.documents.hot_blocks import HotBlocks
+from keyhole.errors import ConfigError
 from tests.checkpoints import make_model
 from tests.engine.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
 
@@ -37,6 +39,31 @@ def engine(places: tuple[Path, Path], most: int | None) -> LLM:
         documents=store,
         hot_document_bytes=most,
     )
+
+
+def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """They were held beside `memory`, so that an engine took more than it was given."""
+    model, store = places
+    hot, memory = 100_000, 1_000_000
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("resident", {"memory": memory}),
+        ("offloading", {"memory": memory, "offload": str(tmp_path), "policy": "quest"}),
+        ("total", {"total_memory": 20_000_000}),
+    )
+    for name, more in given:
+        alone = LLM(model, device="cpu", documents=store, **more).engine
+        with_hot = LLM(model, device="cpu", documents=store, hot_document_bytes=hot, **more).engine
+        fewer = alone.cache.max_pages - with_hot.cache.max_pages
+        each = alone.cache.page_bytes
+        if name == "offloading":
+            assert with_hot.offloader is not None
+            assert with_hot.offloader.plan.model.terms(0, 0)["documents"] == hot
+            assert fewer > 0  # all pages are counted with every layer offloaded
+        else:
+            assert hot <= fewer * each + each
+            assert fewer * each <= hot + each
+    with pytest.raises(ConfigError, match=r"no page .* beside hot_document_bytes 1000000; lower"):
+        LLM(model, device="cpu", documents=store, memory=memory, hot_document_bytes=memory)
 
 
 @pytest.fixture(autouse=True)

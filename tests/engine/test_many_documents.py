@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import keyhole
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.documents.search import Found
+from keyhole.documents.store import StoredDocument
+from keyhole.engine.documents.forward_passes import ForwardPasses
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS
+from keyhole.reuse import make_reuse
 from keyhole.reuse.baselines import FullReuse
+from tests.engine import asking
 
 NUMBER = 120
 SHORT = SamplingParams(max_tokens=4)
@@ -112,3 +117,40 @@ def test_the_number_is_at_least_one(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="max_documents 0 must be at least 1"):
         llm.ask("who ?", [name_of(1)], reuse=SamKV(max_documents=0), params=SHORT)
     assert FullReuse().max_documents is None
+
+
+def test_documents_without_middle_blocks_are_computed_like_any_prompt(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of short documents are initial or local ones, which SamKV computes again. Their
+    statistics were read all the same, and the tokens ran as a pass with places of its own, so that
+    an answer came later than by `recompute`.
+    """
+    names = [name_of(number) for number in range(40)]
+    wanted = asking.run(llm, names, [5, 6, 7], make_reuse("recompute"))
+
+    def refused(*_: object) -> None:
+        raise AssertionError("nothing needs this")
+
+    monkeypatch.setattr(StoredDocument, "statistics", refused)
+    monkeypatch.setattr(ForwardPasses, "run", refused)
+    found = asking.run(llm, names, [5, 6, 7], SamKV(block_size=8).resolve(llm.engine.geometry))
+    for logits, others in zip(found.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(logits, others, rtol=1e-4, atol=1e-4)
+    stats = found.stats()
+    assert (stats.sequence_ratio, stats.recompute_ratio) == (1.0, 1.0)
+    assert stats.tokens_not_computed == 0
+
+
+@pytest.mark.parametrize("select", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_plan_without_middle_blocks_keeps_everything(
+    llm: LLM, select: bool, recompute: bool
+) -> None:
+    names = [name_of(0), name_of(1)]
+    method = SamKV(block_size=8, select=select, recompute=recompute)
+    found = asking.run(llm, names, [5], method.resolve(llm.engine.geometry)).reused
+    assert found is not None
+    assert found.kept.all()
+    assert found.recomputed.all() if recompute else not found.recomputed.any()
+    assert found.shares == ((0.0, 0.0) if select else None)

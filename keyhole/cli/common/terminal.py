@@ -211,7 +211,7 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
 
     from keyhole.engine.sequence import piece_of
 
-    given, total = 0, len(sequence.prompt)
+    given, total = 0, sequence.num_prompt
     bar = tqdm(total=total, desc="prompt", unit="token", leave=False, delay=1, disable=None)
     with Interrupt() as interrupt, bar:
         try:

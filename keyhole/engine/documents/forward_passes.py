@@ -73,15 +73,17 @@ class ForwardPasses:
         """Copies an array to the model's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
 
-    def prefix(self, prompt: FilledPrompt, head: PlacedHead | None) -> Generator[str, None, None]:
-        """Computes the prefix like the start of any prompt.
+    def dense(
+        self, prompt: FilledPrompt, tokens: slice, head: PlacedHead | None
+    ) -> Generator[str, None, None]:
+        """Computes tokens, of which all earlier ones are in their pages, like those of any prompt.
 
         head: takes the features of the tokens.
         """
-        table, end = self.send(prompt.pages.table()), 0
-        while end < prompt.context.num_prefix:
+        table, end = self.send(prompt.pages.table()), tokens.start
+        while end < tokens.stop:
             yield "forward"
-            part = np.arange(end, end + self._size(prompt.context.num_prefix - end))
+            part = np.arange(end, end + self._size(tokens.stop - end))
             end += len(part)
             chunk = Chunk(slice(0, len(part)), int(part[0]), table[: self._num_pages(end)])
             self._forward(prompt, part, prompt.pages.slots(part), chunk, head)

@@ -12,7 +12,9 @@ keys of its features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +30,13 @@ from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
 from keyhole.engine.documents.hot_blocks import HotBlocks, Rows
 from keyhole.engine.documents.pinned_ring import PinnedRing
-from keyhole.engine.documents.placed import placed
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.reuse.base import PlacedDocument
+from keyhole.reuse.base import PlacedDocument, Shift
+
+_T = TypeVar("_T")
 
 #: Tokens between two runs that are read along with them: one more read costs about as much.
 _GAP = 16
@@ -331,3 +334,46 @@ class PlacedHead:
             there = torch.from_numpy(~paged).to(self._device)
             own = torch.from_numpy(slots[~paged]).long().to(self._device)
             self._head_runner.put_unpaged(keys[there], own)
+
+
+def placed(
+    documents: Sequence[StoredDocument], offsets: Sequence[int], shift: Shift | None
+) -> list[PlacedDocument]:
+    """The documents of one prompt; their statistics are in memory, extreme keys are read on access.
+
+    offsets: position of each document's first token. shift: None if keys stay as they were stored.
+    """
+    return [
+        PlacedDocument(
+            name=document.info.name,
+            length=document.length,
+            offset=offset,
+            block_size=document.block_size,
+            layers=_ByLayer(document.statistics, document.num_layers),
+            extremes=_ByLayer(_extremes(document), document.num_layers),
+            shift=shift,
+        )
+        for document, offset in zip(documents, offsets, strict=True)
+    ]
+
+
+def _extremes(document: StoredDocument) -> Callable[[int], Tensor]:
+    """The extreme keys of a layer; those of all layers are read at the first call."""
+    read = cache(document.extreme_keys)
+    return lambda layer: read()[layer]
+
+
+class _ByLayer(Sequence[_T]):
+    """The data of a document by layer, read on access."""
+
+    def __init__(self, read: Callable[[int], _T], num_layers: int) -> None:
+        self._read = read
+        self._num_layers = num_layers
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: int) -> _T:  # type: ignore[override]
+        if not -self._num_layers <= layer < self._num_layers:
+            raise IndexError(layer)
+        return self._read(layer % self._num_layers)

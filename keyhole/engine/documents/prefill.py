@@ -48,7 +48,7 @@ from keyhole.errors import ConfigError
 from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
-from keyhole.reuse.base import RecomputePlan
+from keyhole.reuse.base import PlacedDocument, RecomputePlan
 
 _T = TypeVar("_T")
 
@@ -112,7 +112,7 @@ class DocumentPrefill:
         """The filling of a request's pages up to its question; no unit has run yet."""
         context = request.context
         assert context is not None, "a prompt without documents has nothing to fill"
-        pages = PageList(self._cache, len(request.prompt))
+        pages = PageList(self._cache, request.num_prompt)
         prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
         return Filling(pages, prompt.fill())
 
@@ -190,7 +190,19 @@ class _Prompt:
         """Everything up to the question. Raises OutOfPages."""
         placed = self._loader.placed()
         yield from self._need(self._always)
-        yield from self._owner.passes.prefix(self._filled, self._head)
+        yield from self._dense(slice(0, self._context.num_prefix))
+        plan = yield from self._plan(placed)
+        try:
+            packing = yield from self._share_or_write(plan)
+        except BaseException:  # GeneratorExit, too: the request may be aborted in between
+            if self._unpaged is not None:
+                self._unpaged.release()
+            raise
+        kept = self._everywhere(plan.kept) if packing is None else packing.kept
+        return Filled(self._context.end, kept, packing, self._unpaged, self._report(plan))
+
+    def _plan(self, placed: list[PlacedDocument]) -> _Work[RecomputePlan]:
+        """The decisions of the method."""
         query = None
         question_context = self._reuse.question_context(placed)
         if question_context is not None:
@@ -201,14 +213,10 @@ class _Prompt:
             deviation = yield from self._deviation(plan, self._reuse.probe_layer)
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
-        try:
-            packing = yield from self._share_or_write(plan)
-        except BaseException:  # GeneratorExit, too: the request may be aborted in between
-            if self._unpaged is not None:
-                self._unpaged.release()
-            raise
-        kept = self._everywhere(plan.kept) if packing is None else packing.kept
-        return Filled(self._context.end, kept, packing, self._unpaged, self._report(plan))
+        return plan
+
+    def _dense(self, tokens: slice) -> _Work[None]:
+        yield from self._owner.passes.dense(self._filled, tokens, self._head)
 
     def _share_or_write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Takes the pages of a running question if they are the same, else writes them."""
@@ -436,6 +444,10 @@ class _Prompt:
 
     def _compute(self, plan: RecomputePlan, again: Tensor, packing: Packing | None) -> _Work[None]:
         """Computes the recomputed tokens and the separators between the documents."""
+        if plan.recomputed.all() and not self._reuse.fuses:
+            # Nothing is stored that another token reads: these are tokens of an ordinary prompt.
+            yield from self._dense(slice(self._context.num_prefix, self._context.end))
+            return
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)
         if not len(rows):

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
 from keyhole.documents.store import StoredDocument
-from keyhole.engine.documents.placed import placed
+from keyhole.engine.documents.loader import placed
 from keyhole.integrations.vllm.backend import model_layers
 from keyhole.integrations.vllm.documents.facts import facts_of
 from keyhole.integrations.vllm.documents.layout import Layout
