@@ -353,6 +353,10 @@ class EngineConfig:
         None,
         "bytes of memory for keys and values of stored documents that were read last; None: none",
     )
+    host_document_bytes: int | None = setting(
+        None,
+        "with hot_document_bytes, bytes of the host for those that leave a GPU; None: none",
+    )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
         None, "instead of memory: bytes for weights, KV cache and working memory of a step"
@@ -414,9 +418,15 @@ class EngineConfig:
             "max_length",
             "prefix_store_bytes",
             "hot_document_bytes",
+            "host_document_bytes",
         ):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
+        if self.host_document_bytes is not None and self.hot_document_bytes is None:
+            raise ConfigError(
+                f"host_document_bytes {self.host_document_bytes} are for blocks that leave "
+                "hot_document_bytes, which is not given; give both or none"
+            )
         share = self.max_prefill_share
         require(0 < share <= 1, "max_prefill_share", share, "above 0 and at most 1")
         if self.memory is not None and self.total_memory is not None:

@@ -128,6 +128,8 @@ class LLM:
             is read when a document is opened, "read" everything that is read later, too.
         hot_document_bytes: Most bytes, as a number or text, that keys and values of stored
             documents which were read last take of `memory`, on the model's device; None: none.
+        host_document_bytes: With hot_document_bytes, most bytes of the host's memory (pinned beside
+            a GPU), for the blocks that leave the device; None: none.
 
     Raises:
         ModelError: The model is missing, damaged or not supported.
@@ -165,6 +167,7 @@ class LLM:
         documents_limit: int | str | None = None,
         documents_check: str = "open",
         hot_document_bytes: int | str | None = None,
+        host_document_bytes: int | str | None = None,
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
@@ -189,6 +192,7 @@ class LLM:
             num_draft_tokens=num_draft_tokens,
             kv_dtype=kv_dtype,
             hot_document_bytes=_bytes(hot_document_bytes, "hot_document_bytes"),
+            host_document_bytes=_bytes(host_document_bytes, "host_document_bytes"),
         )
         chosen = make_policy(policy)
         loaded = load_exact(model, tokenizer, device, dtype, weights, adapters, device_map)

@@ -42,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="tiny-hops")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
     parser.add_argument("--items", type=int, default=4, help="of a task at a length")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--note", default="", help="what a reader should know of this run")
@@ -51,7 +52,7 @@ def main() -> int:
     line = measure.header("bundled-draft", torch.device("cpu"), arguments.note, command)
     line |= {"settings": vars(arguments) | {"written": WRITTEN}, "results": []}
     for length in arguments.lengths:
-        for system in SYSTEMS:
+        for system in arguments.systems:
             llm = opened(system, length, arguments)
             for task in TASKS:
                 if length <= LONGEST.get(task, length):

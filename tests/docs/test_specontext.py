@@ -16,6 +16,12 @@ def test_the_recall_of_heads_is_the_stored_one() -> None:
     assert head_table.tables(json.loads(stored[-1])).strip() in text
 
 
+def test_the_recall_on_the_other_model_is_the_stored_one() -> None:
+    stored = (ROOT / "benchmarks/results/head-recall-hops.jsonl").read_text().splitlines()
+    text = (ROOT / "docs/specontext.md").read_text()
+    assert head_table.tables(json.loads(stored[-1])).strip() in text
+
+
 def test_right_answers_are_the_stored_ones() -> None:
     stored = (ROOT / "benchmarks/results/head-tasks.jsonl").read_text().splitlines()
     text = (ROOT / "docs/specontext.md").read_text()

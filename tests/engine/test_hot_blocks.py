@@ -10,7 +10,7 @@ import torch
 
 from keyhole import LLM
 from keyhole.documents import storage as storage_module
-from keyhole.engine.documents.hot_blocks import HotBlocks
+from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
 from tests.checkpoints import make_model
 from tests.engine.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
@@ -29,7 +29,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return Path(model), store
 
 
-def engine(places: tuple[Path, Path], most: int | None) -> LLM:
+def engine(places: tuple[Path, Path], most: int | None, host: int | None = None) -> LLM:
     model, store = places
     return LLM(
         model,
@@ -38,6 +38,7 @@ def engine(places: tuple[Path, Path], most: int | None) -> LLM:
         prefill_chunk=37,
         documents=store,
         hot_document_bytes=most,
+        host_document_bytes=host,
     )
 
 
@@ -117,3 +118,49 @@ def test_the_least_recently_used_blocks_are_dropped() -> None:
     assert cache.num_bytes == 80
     cache.put(("x", 0, 3), (torch.zeros(101, dtype=torch.uint8), None))  # above the limit
     assert cache.num_bytes == 0
+
+
+def test_blocks_that_leave_the_device_come_back_from_the_host() -> None:
+    host = HostBlocks(80, torch.device("cpu"))
+    cache = HotBlocks(80, host)
+    rows = {n: (torch.full((20,), n), torch.full((20,), -n)) for n in range(5)}
+    rows = {n: (keys.to(torch.int8), values.to(torch.int8)) for n, (keys, values) in rows.items()}
+    for n, pair in rows.items():
+        cache.put(("x", 0, n), pair)
+    assert (cache.num_bytes, host.num_bytes) == (80, 80)
+    assert cache.get(("x", 0, 0)) is None  # 1 and 2 are on the host, 3 and 4 on the device
+    for n in (1, 2, 1, 3, 4):
+        found = cache.get(("x", 0, n))
+        assert found is not None
+        for part, wanted in zip(found, rows[n], strict=True):
+            assert part is not None
+            assert torch.equal(part, wanted)
+        assert (cache.num_bytes, host.num_bytes) == (80, 80)
+
+
+def test_a_block_that_is_larger_than_the_host_s_limit_drops_no_other() -> None:
+    host = HostBlocks(50, torch.device("cpu"))
+    host.put(("x", 0, 0), (torch.zeros(40, dtype=torch.uint8), None))
+    host.put(("x", 0, 1), (torch.zeros(51, dtype=torch.uint8), None))
+    assert host.num_bytes == 40
+    assert host.take(("x", 0, 1)) is None
+    found = host.take(("x", 0, 0))
+    assert found is not None
+    assert found[1] is None
+    assert host.num_bytes == 0
+
+
+def test_a_question_reads_nothing_twice_with_room_on_the_host(places: tuple[Path, Path]) -> None:
+    plain, cached = engine(places, None), engine(places, 3000, 1 << 20)
+    for seed in (1, 2):
+        wanted = ask(plain, NAMES, tokens(9, seed), "reuse", {})
+        found = ask(cached, NAMES, tokens(9, seed), "reuse", {})
+        for one, other in zip(found.logits, wanted.logits, strict=True):
+            assert torch.equal(one, other)
+    assert found.stats().store_bytes_read == 0
+    assert cached.engine.filler.hot.num_bytes <= 3000
+
+
+def test_blocks_on_the_host_need_blocks_on_the_device(places: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="host_document_bytes 5 are for blocks that leave"):
+        engine(places, None, 5)

@@ -32,8 +32,13 @@ KINDS: dict[str, tuple[GGMLQuantizationType, LlamaFileType, torch.dtype]] = {
     "Q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0, torch.bfloat16),
     "Q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0, torch.bfloat16),
 }
-#: `gguf` cannot write this format: the bytes of its blocks are drawn.
-Q4_K = (GGMLQuantizationType.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, torch.bfloat16)
+#: `gguf` cannot write these formats: the bytes of their blocks are drawn.
+DRAWN: dict[str, tuple[GGMLQuantizationType, LlamaFileType, torch.dtype]] = {
+    "Q4_K": (GGMLQuantizationType.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, torch.bfloat16),
+    "Q5_K": (GGMLQuantizationType.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, torch.bfloat16),
+}
+#: Bytes of a block of 256 weights.
+_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176}
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -73,7 +78,7 @@ def make(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def write(original: Path, path: Path, kind: str) -> None:
     """Writes a Llama as llama.cpp's converter does: names, rotary pairs side by side, BPE words."""
     network = AutoModelForCausalLM.from_pretrained(original)
-    config, (number, file_type, _) = network.config, (KINDS | {"Q4_K": Q4_K})[kind]
+    config, (number, file_type, _) = network.config, (KINDS | DRAWN)[kind]
     writer = GGUFWriter(path, "llama")
     writer.add_file_type(file_type)
     writer.add_context_length(config.max_position_embeddings)
@@ -111,7 +116,7 @@ def write(original: Path, path: Path, kind: str) -> None:
             halves = value.reshape(pairs, 2, -1, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if value.ndim == 2:
-            data = drawn(value.shape) if kind == "Q4_K" else gguf.quantize(value, number)
+            data = drawn(kind, value.shape) if kind in DRAWN else gguf.quantize(value, number)
             writer.add_tensor(f"{to}.weight", data, raw_dtype=number)
         else:
             writer.add_tensor(f"{to}.weight", value)
@@ -121,10 +126,12 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.close()
 
 
-def drawn(shape: tuple[int, ...], seed: int = 0, scale: float = 2e-4) -> np.ndarray[Any, Any]:
-    """The bytes of rows of Q4_K, drawn; scale: of its scales of groups."""
+def drawn(
+    kind: str, shape: tuple[int, ...], seed: int = 0, scale: float = 2e-4
+) -> np.ndarray[Any, Any]:
+    """The bytes of rows of Q4_K or Q5_K, drawn; scale: of its scales of groups."""
     random = np.random.default_rng(seed)
-    data = random.integers(0, 256, (shape[0], shape[1] // 256, 144), dtype=np.uint8)
+    data = random.integers(0, 256, (shape[0], shape[1] // 256, _BLOCK_BYTES[kind]), dtype=np.uint8)
     scales = random.normal(scale=scale, size=(*data.shape[:2], 2)).astype(np.float16)
     data[..., :4] = scales.view(np.uint8)
     return data.reshape(shape[0], -1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.filling import OutOfPages, Pace
-from keyhole.engine.documents.hot_blocks import HotBlocks
+from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
@@ -18,7 +20,7 @@ class DocumentFiller:
     """Fills documents in the remaining time of an engine's steps.
 
     document_prefill: the `DocumentPrefill` of a policy. hot: the blocks of documents that all of
-    these share.
+    these share. device: where those blocks are.
     """
 
     def __init__(
@@ -27,8 +29,10 @@ class DocumentFiller:
         pace: Pace,
         document_prefill: Callable[[RequestPolicy], DocumentPrefill],
         config: EngineConfig,
+        device: torch.device,
     ) -> None:
-        self.hot = HotBlocks(config.hot_document_bytes or 0)
+        host = HostBlocks(config.host_document_bytes or 0, device)
+        self.hot = HotBlocks(config.hot_document_bytes or 0, host)
         self._scheduler = scheduler
         self._pace = pace
         self._document_prefill = document_prefill

@@ -1,9 +1,10 @@
-"""Blocks of stored keys and values that were read last, in memory of the model's device."""
+"""Blocks of stored keys and values that were read last, on the model's device and on the host."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+import torch
 from torch import Tensor
 
 #: Keys and values of some tokens of a layer; no values for MLA.
@@ -16,19 +17,25 @@ class HotBlocks:
     """Blocks as they are stored, without the rotation to a prompt, for all prompts of an engine.
 
     A block that is used again needs neither its file nor a copy to the device. limit_bytes: of all
-    blocks; the least recently used ones are dropped. num_bytes: what they take.
+    blocks; the least recently used ones are dropped. num_bytes: what they take. host: where dropped
+    blocks go.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, host: HostBlocks | None = None) -> None:
         self.num_bytes = 0
         self.limit_bytes = limit_bytes
+        self._host = host
         self._blocks: OrderedDict[BlockKey, Rows] = OrderedDict()
 
     def get(self, key: BlockKey) -> Rows | None:
-        """The rows of a block, which must not be changed; None if they are not here."""
+        """The rows of a block, which must not be changed; None if they are nowhere here."""
         found = self._blocks.get(key)
         if found is not None:
             self._blocks.move_to_end(key)
+            return found
+        found = None if self._host is None else self._host.take(key)
+        if found is not None:
+            self.put(key, found)
         return found
 
     def put(self, key: BlockKey, rows: Rows) -> None:
@@ -37,8 +44,51 @@ class HotBlocks:
         self._blocks[key] = rows
         self.num_bytes += _size(rows)
         while self.num_bytes > self.limit_bytes:
-            _, dropped = self._blocks.popitem(last=False)
+            dropped_key, dropped = self._blocks.popitem(last=False)
             self.num_bytes -= _size(dropped)
+            if self._host is not None:
+                self._host.put(dropped_key, dropped)
+
+
+class HostBlocks:
+    """Blocks that left the device, in memory of the host, pinned where there is a GPU.
+
+    limit_bytes: of all blocks; the least recently dropped ones are freed. num_bytes: what they
+    take. device: where `take` copies them.
+    """
+
+    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+        self.num_bytes = 0
+        self.limit_bytes = limit_bytes
+        self._device = device
+        self._blocks: OrderedDict[BlockKey, Rows] = OrderedDict()
+
+    def put(self, key: BlockKey, rows: Rows) -> None:
+        """Copies a block to the host, unless it alone is above the limit."""
+        size = _size(rows)
+        if size > self.limit_bytes:
+            return
+        while self.num_bytes + size > self.limit_bytes:
+            _, freed = self._blocks.popitem(last=False)
+            self.num_bytes -= _size(freed)
+        keys, values = rows
+        self._blocks[key] = _on_host(keys), None if values is None else _on_host(values)
+        self.num_bytes += size
+
+    def take(self, key: BlockKey) -> Rows | None:
+        """Moves a block to the device; None if it is not here."""
+        found = self._blocks.pop(key, None)
+        if found is None:
+            return None
+        self.num_bytes -= _size(found)
+        keys, values = found
+        return keys.to(self._device), None if values is None else values.to(self._device)
+
+
+def _on_host(rows: Tensor) -> Tensor:
+    """A copy on the host that is complete when this returns."""
+    copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    return copy.copy_(rows)
 
 
 def _size(rows: Rows) -> int:

@@ -1,14 +1,16 @@
-"""llama.cpp's blocks of weights, Q8_0, Q4_0 and Q4_K, multiplied as they are stored.
+"""llama.cpp's blocks of weights, Q8_0, Q4_0, Q4_K and Q5_K, multiplied as they are stored.
 
 A row of a matrix is cut into blocks with scales of their own (ggml-quants.c in llama.cpp):
 
     Q8_0: 32 weights, d * q, with q from -128 to 127
     Q4_0: 32 weights, d * (q - 8), with q from 0 to 15
     Q4_K: 256 weights in 8 groups of 32, d * s * q - e * m, with q from 0 to 15
+    Q5_K: as Q4_K, with q from 0 to 31
 
 d and e are float16, s and m whole numbers of 6 bits. Each is an affine code of groups of 32
-weights, as `kernels.packed_linear` multiplies them; the codes are put in its order once. The scales
-stay as small as they are and are expanded to float32 at each product, which holds them exactly.
+weights, as `kernels.packed_linear` multiplies them; the codes are put in its order once. Codes
+of 5 bits take 8. The scales stay as small as they are and are expanded to float32 at each product,
+which holds them exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from keyhole.kernels import PackedWeight
 
 #: Weights that share a scale and a minimum in all formats.
 _GROUP = 32
-#: Groups of a block of Q4_K.
+#: Groups of a block of Q4_K and Q5_K.
 _GROUPS = 8
 
 
@@ -78,15 +80,31 @@ def from_q4_0(data: Tensor) -> BlockWeight:
 def from_q4_k(data: Tensor) -> BlockWeight:
     """Q4_K from the bytes of its rows, uint8 [O, I / 256 * 144]."""
     blocks = data.unflatten(1, (-1, 144))
+    codes = blocks[..., 16:].flatten(1).contiguous()  # in our order already
+    return BlockWeight(codes, blocks[..., :4].contiguous(), _groups(blocks), 4)
+
+
+def from_q5_k(data: Tensor) -> BlockWeight:
+    """Q5_K from the bytes of its rows, uint8 [O, I / 256 * 176]."""
+    blocks = data.unflatten(1, (-1, 176))
+    # Bit g of byte j is the fifth bit of weight j of group g; two groups share each 32 bytes of
+    # lower bits.
+    groups = torch.arange(_GROUPS, dtype=torch.uint8, device=data.device)
+    fifth = (blocks[..., 16:48].unsqueeze(-2) >> groups[:, None]) & 1
+    lower = blocks[..., 48:].unflatten(2, (-1, _GROUP))
+    codes = torch.stack([lower & 15, lower >> 4], 3).flatten(2, 3) | fifth << 4
+    return BlockWeight(codes.flatten(1), blocks[..., :4].contiguous(), _groups(blocks), 8)
+
+
+def _groups(blocks: Tensor) -> Tensor:
+    """The scale and the minimum of each group, uint8 [O, I / 32, 2], from Q4_K or Q5_K blocks."""
     packed = blocks[..., 4:16]
     first, second, rest = packed.split(4, 2)
     # The first four scales and minimums are 6 bits of a byte; the two bits above them belong to the
     # other four, whose lower bits share a byte.
     scales = torch.cat([first & 63, (rest & 15) | (first >> 6) << 4], 2)
     minimums = torch.cat([second & 63, (rest >> 4) | (second >> 6) << 4], 2)
-    groups = torch.stack([scales, minimums], 3).flatten(1, 2)
-    codes = blocks[..., 16:].flatten(1).contiguous()  # in our order already
-    return BlockWeight(codes, blocks[..., :4].contiguous(), groups, 4)
+    return torch.stack([scales, minimums], 3).flatten(1, 2)
 
 
 def _no_groups(data: Tensor) -> Tensor:
@@ -94,4 +112,4 @@ def _no_groups(data: Tensor) -> Tensor:
 
 
 #: How each format is read, by its name.
-FORMATS = {"Q8_0": from_q8_0, "Q4_0": from_q4_0, "Q4_K": from_q4_k}
+FORMATS = {"Q8_0": from_q8_0, "Q4_0": from_q4_0, "Q4_K": from_q4_k, "Q5_K": from_q5_k}

@@ -17,13 +17,13 @@ from keyhole import kernels
 from keyhole.models.weights import packing
 from keyhole.models.weights.blocks import FORMATS, BlockWeight
 from keyhole.models.weights.packing import BlockEmbedding, BlockLinear, replace_weight
-from tests.models.test_gguf import drawn
+from tests.models.test_gguf import DRAWN, drawn
 
 
 def rows_of(kind: str, num_rows: int, num_inputs: int, seed: int) -> np.ndarray[Any, Any]:
     """The bytes of random rows."""
-    if kind == "Q4_K":
-        return drawn((num_rows, num_inputs), seed)
+    if kind in DRAWN:
+        return drawn(kind, (num_rows, num_inputs), seed)
     numbers = np.random.default_rng(seed).normal(size=(num_rows, num_inputs))
     data: np.ndarray[Any, Any] = gguf.quantize(
         numbers.astype(np.float32), GGMLQuantizationType[kind]
@@ -47,7 +47,7 @@ def numbers_of(kind: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_products_are_those_of_the_stored_numbers(
     kind: str, num_rows: int, num_blocks: int, tokens: int, seed: int
 ) -> None:
-    num_inputs = num_blocks * (256 if kind == "Q4_K" else 64)
+    num_inputs = num_blocks * (256 if kind in DRAWN else 64)
     data = rows_of(kind, num_rows, num_inputs, seed)
     numbers = numbers_of(kind, data)
     weight = FORMATS[kind](torch.from_numpy(data))
@@ -62,10 +62,13 @@ def test_products_are_those_of_the_stored_numbers(
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_weight_takes_the_bytes_of_the_file(kind: str) -> None:
-    """Q4_K's scales have 6 bits in the file and a byte each in memory: 148 bytes instead of 144."""
+    """Q4_K's scales have 6 bits in the file and a byte each in memory: 148 bytes instead of 144.
+
+    Q5_K's weights, too, have a byte each: 276 bytes instead of 176.
+    """
     data = rows_of(kind, 8, 512, 0)
     held = sum(part.nbytes for part in FORMATS[kind](torch.from_numpy(data))[:3])
-    assert held <= data.nbytes * (148 / 144 if kind == "Q4_K" else 1)
+    assert held <= data.nbytes * {"Q4_K": 148 / 144, "Q5_K": 276 / 176}.get(kind, 1)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

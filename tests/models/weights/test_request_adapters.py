@@ -14,6 +14,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
+from tests.models.test_gguf import write
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
 pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
@@ -53,6 +54,41 @@ def adapted(folders: dict[str, Path], **settings: object) -> LLM:
         adapters={name: folders[name] for name in KINDS},
         **settings,  # type: ignore[arg-type]
     )
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_adapters_over_the_kept_blocks_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
+    """One batch of both adapters and none, as with the file's weights unpacked."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+    base = Path(make_model("llama", tmp_path, tokenizer=True, num_key_value_heads=2, **sizes))
+    write(base, tmp_path / "base.gguf", kind)
+    places = {}
+    for number, (name, settings) in enumerate(KINDS.items()):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for key, weight in network.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(weight, std=0.3)
+        network.save_pretrained(tmp_path / name)
+        places[name] = tmp_path / name
+    names = [None, "wide", "narrow", "wide"]
+    found, wanted = (
+        LLM(
+            tmp_path / "base.gguf",
+            device="cpu",
+            dtype="float32",
+            page_size=4,
+            adapters=places,
+            weights=weights,
+        ).generate(PROMPTS, [params(name) for name in names])
+        for weights in (None, "dequantised")
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for some, same in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert some == pytest.approx(same, abs=1e-4)
+    assert len({tuple(one.token_ids) for one in (found[0], found[2])}) == 2
 
 
 def params(adapter: str | None) -> SamplingParams:
