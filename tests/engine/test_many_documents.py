@@ -116,7 +116,7 @@ def test_a_name_that_is_not_stored_is_refused(llm: LLM) -> None:
 def test_the_number_is_at_least_one(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="max_documents 0 must be at least 1"):
         llm.ask("who ?", [name_of(1)], reuse=SamKV(max_documents=0), params=SHORT)
-    assert FullReuse().max_documents is None
+    assert FullReuse().document_limit is None
 
 
 def test_documents_without_middle_blocks_are_computed_like_any_prompt(

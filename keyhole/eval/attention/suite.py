@@ -246,7 +246,7 @@ def _make(model: Model) -> Model:
         )
     network = network.to(model.device).eval()
     speed_up(network, model.device)
-    return dataclasses.replace(model, network=network, watched={})
+    return dataclasses.replace(model, network=network)
 
 
 class AttentionSuite:
