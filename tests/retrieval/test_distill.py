@@ -139,6 +139,11 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     bigger = make_network(make_config("llama_group4"))
     with pytest.raises(ConfigError, match=r"learning_rate .* must be"):
         train.train(bigger, Texts(), RECIPE, tmp_path / "run", resume=True)
+    older = torch.load(tmp_path / "run" / train.SNAPSHOT)
+    older["optimizer"] = older.pop("optimizers")[0]
+    train.save(tmp_path / "run", older)
+    with pytest.raises(ConfigError, match="made by another version of Keyhole"):
+        train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
     (tmp_path / "run" / train.SNAPSHOT).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read"):
         train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)

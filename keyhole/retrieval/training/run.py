@@ -129,8 +129,13 @@ class TrainingRun(ABC):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from a state with the same config, texts and target; ConfigError if they
-        differ.
+        differ, or if another version of Keyhole wrote the state.
         """
+        if state.keys() != self.state().keys():
+            raise ConfigError(
+                "the run that is to be resumed was made by another version of Keyhole; start a new "
+                "one in another output folder"
+            )
         for name, value in dataclasses.asdict(self.config).items():
             old = state["config"].get(name)
             old = tuple(old) if isinstance(old, list) else old
@@ -140,8 +145,7 @@ class TrainingRun(ABC):
             raise ConfigError(
                 f"the run that is to be resumed was made with {old['name']} (sha256 "
                 f"{old['digest'][:12]}), and {corpus.name} (sha256 {corpus.digest[:12]}) has "
-                "different "
-                "texts"
+                "different texts"
             )
         try:
             self.module.load_state_dict(state["weights"])
