@@ -5,6 +5,8 @@ Run by `make test-vllm`, in a separate environment.
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +196,15 @@ def test_aborted_requests_leave_nothing_behind(engine: vllm.LLM, own: LLM) -> No
         params = asked([list(BOOKS)[number % 2]], reuse=CHOICES["share"])
         core.add_request(str(number), ids(list(answer.prompt_token_ids)), params)
     got = {}
-    for step in range(2000):
+    # Steps do nothing while documents are loaded: how many there are depends on the machine.
+    until = time.monotonic() + 120
+    for step in itertools.count():
         if step % 3 == 0 and step < 30:
             core.abort_request([str(step), str(step + 1)])
         for output in core.step():
             if output.finished:
                 got[int(output.request_id)] = list(output.outputs[0].token_ids)
-        if not core.has_unfinished_requests():
+        if not core.has_unfinished_requests() or time.monotonic() > until:
             break
     assert 0 < len(got) < len(answers)
     assert all(got[number] == list(answers[number].token_ids) for number in got)
