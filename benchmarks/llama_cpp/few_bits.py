@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks import command
 from benchmarks.command import RatioTarget
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
@@ -23,16 +24,12 @@ from keyhole.bench.measure import Report, Result, Turn, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import KeyholeSystem, Pages
-from keyhole.cli import bench
-from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.parser import Parser
-from keyhole.errors import KeyholeError
 from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.retrieval.head import RetrievalHead
 
-_PROGRAM = ("python", "-m", "benchmarks.llama_cpp.few_bits")
+_MODULE = "benchmarks.llama_cpp.few_bits"
 _PLAIN = "bfloat16"
 #: Engines besides full attention in bfloat16: a policy and a format of weights.
 _ENGINES = (("full", "int8"), ("full", "int4"), ("delta", "int4"), ("spe_context", "int4"))
@@ -169,16 +166,9 @@ def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns its exit status."""
-    parser = Parser(prog=" ".join(_PROGRAM), description=__doc__)
-    bench.add_common(parser)
-    flags.add_settings(parser, DecodeSettings, "what is measured")
-    try:
-        arguments = parser.parse_args(argv)
-        settings = DecodeSettings(**flags.settings_of(arguments, DecodeSettings))
-        return bench.measured("few-bits", settings, arguments, run, _TABLE, _PROGRAM)
-    except KeyholeError as error:
-        terminal.error(str(error))
-        return 2
+    return command.main(
+        _MODULE, DecodeSettings, run, argv, about=__doc__, name="few-bits", table=_TABLE
+    )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from transformers import AttentionInterface
 from keyhole import kernels
 from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
-from keyhole.models import indexed_attention, selective_recompute
+from keyhole.models import selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
+from keyhole.models.modules import indexed_attention
 from keyhole.policies.base import PromptQueries, Selection, Step
 from keyhole.policies.prefill.base import PromptChunk
 

@@ -136,7 +136,8 @@ def test_documents_without_middle_blocks_are_computed_like_any_prompt(
     monkeypatch.setattr(ForwardPasses, "run", refused)
     found = asking.run(llm, names, [5, 6, 7], SamKV(block_size=8).resolve(llm.engine.geometry))
     for logits, others in zip(found.logits, wanted.logits, strict=True):
-        torch.testing.assert_close(logits, others, rtol=1e-4, atol=1e-4)
+        # The same passes in chunks of other sizes: they differ by the rounding of float32 sums.
+        torch.testing.assert_close(logits, others, rtol=1e-5, atol=1e-5)
     stats = found.stats()
     assert (stats.sequence_ratio, stats.recompute_ratio) == (1.0, 1.0)
     assert stats.tokens_not_computed == 0

@@ -18,9 +18,9 @@ from keyhole import LLM, ConfigError, Delta, Full, ModelError, SamplingParams, k
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.exactness_gate import measure
-from keyhole.models import checkpoint, families, indexed_attention
+from keyhole.models import checkpoint, families
 from keyhole.models.loading import adopt
-from keyhole.models.modules import indexer
+from keyhole.models.modules import indexed_attention, indexer
 from keyhole.models.shrink import build, random_model, shrink
 from tests.engine.pair import Pair
 from tests.models.compared import Text, logits_of, random_texts

@@ -3,8 +3,8 @@
 Such a module appends its keys to transformers' cache, scores all tokens of each sequence of a batch
 in parallel and returns the numbers of the best. In a packed row sequences have different tokens,
 and keys are in pages. An instance therefore becomes one of a subclass that computes its queries,
-its key and its weights, and leaves scores and selection to `keyhole.models.indexed_attention`. The
-attention module passes on what it returns, and gets a mask, which it would slice, of one entry.
+its key and its weights, and leaves scores and selection to `indexed_attention`. The attention
+module passes on what it returns, and gets a mask, which it would slice, of one entry.
 transformers and other models of the process are not changed.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from keyhole.errors import ModelError
 from keyhole.models.attention import PassThrough
-from keyhole.models.indexed_attention import IndexerRow
+from keyhole.models.modules.indexed_attention import IndexerRow
 
 #: The method of transformers' caches to which a module passes its keys.
 _WRITES = "update_indexer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,17 @@ KINDS = {
 PROMPTS = [list(range(3, 60)), list(range(8, 31)), list(range(3, 60)), list(range(20, 100))]
 
 
+def random_adapter(base: Path, seed: int, settings: dict[str, Any]) -> Any:
+    """The base model of peft with a LoRA adapter of random weights."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    for key, weight in network.named_parameters():
+        if "lora" in key:
+            torch.nn.init.normal_(weight, std=0.3)
+    return network
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A base model, its adapters, and the model with each merged by peft."""
@@ -34,12 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = Path(make_model("llama", place))
     found = {"base": base}
     for number, (name, settings) in enumerate(KINDS.items()):
-        torch.manual_seed(number)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        for key, weight in adapted.named_parameters():
-            if "lora" in key:
-                torch.nn.init.normal_(weight, std=0.3)
+        adapted = random_adapter(base, number, settings)
         adapted.save_pretrained(place / name)
         adapted.merge_and_unload().save_pretrained(place / f"merged-{name}")
         found |= {name: place / name, f"merged-{name}": place / f"merged-{name}"}
@@ -64,13 +71,7 @@ def test_adapters_over_the_kept_blocks_of_a_gguf_file(tmp_path: Path, kind: str)
     write(base, tmp_path / "base.gguf", kind)
     places = {}
     for number, (name, settings) in enumerate(KINDS.items()):
-        torch.manual_seed(number)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-        network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        for key, weight in network.named_parameters():
-            if "lora" in key:
-                torch.nn.init.normal_(weight, std=0.3)
-        network.save_pretrained(tmp_path / name)
+        random_adapter(base, number, settings).save_pretrained(tmp_path / name)
         places[name] = tmp_path / name
     names = [None, "wide", "narrow", "wide"]
     found, wanted = (
