@@ -175,18 +175,9 @@ soak: $(READY) ## 100,000 mixed requests to a server, whose state must not chang
 	@.venv/bin/python -m benchmarks.serving.soak --requests $(or $(REQUESTS),100000) \
 	  --state runs/soak/state.json --documents runs/soak/documents
 
-# Small cells first. What is stored is not measured again, so the next call goes on from there.
-HOPS := .venv/bin/keyhole eval --model tiny-hops --controls --batch 24 --limit 24
-# Those that can have equal terms; raas, r_kv and snapkv cannot.
-HOPS_POLICIES := quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm
+# What is stored is not measured again, so the next call goes on from there.
 bench-hops: $(READY) ## the policies on "tiny-hops" by equal terms, as published and tuned: hours on one core, cell by cell
-	@for length in 1024 2048 4096; do for budget in 1/8 1/4 1/16; do for task in tiny_walk2 tiny_derive; do \
-	  $(HOPS) --terms equal --policies $(HOPS_POLICIES) --budgets $$budget --tasks $$task --lengths $$length \
-	    --output benchmarks/results/hops-equal.jsonl || exit 1; done; done; done
-	@$(HOPS) --terms published --policies $(HOPS_POLICIES),raas,r_kv,snapkv --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
-	  --output benchmarks/results/hops-published.jsonl
-	@$(HOPS) --terms tuned --policies $(HOPS_POLICIES) --budgets 1/8 --tasks tiny_walk2,tiny_derive --lengths 2048 \
-	  --output benchmarks/results/hops-tuned.jsonl
+	@.venv/bin/python -m benchmarks.claims --parts hops-equal hops-published hops-recency hops-tuned
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -1,4 +1,4 @@
-"""Methods and their controls on the bundled model: the first part of docs/results.md.
+"""Methods and their controls on the bundled models: the first part of docs/results.md.
 
     python -m benchmarks.claims [--parts equal tuned published recency lists] [--dry-run]
     python -m benchmarks.claims --render
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks import results_page
-from benchmarks.results_page.controls import FILES
+from benchmarks.results_page.controls import FILES, HOPS
 from keyhole.policies import available_policies
 
 SAMPLES = 100
@@ -45,23 +45,34 @@ RECENT_PAGES = (1, 2, 4, 8, 16)
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 
 
+#: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
+HOPS_SAMPLES = 24
+#: Places of `tiny-hops`.
+HOPS_PLACES = {(task, "prompt"): (1024, 2048, 4096) for task in ("tiny_walk2", "tiny_derive")}
+HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (2048,))
+#: Those that can have equal terms, and do not need a head or gate that was trained.
+_HOPS_METHODS = "quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClaimPart:
-    """flags: for every command. places: as in PLACES."""
+    """flags: for every command. places: as in PLACES. samples: in a cell."""
 
     flags: Sequence[str]
     places: dict[tuple[str, str], tuple[int, ...]]
+    samples: int = SAMPLES
 
     def commands(self, file: str) -> list[list[str]]:
-        """One command per task and length."""
+        """One command per task and length, short texts first."""
+        every = [(n, *place) for place, lengths in self.places.items() for n in lengths]
         return [
             [
                 *("keyhole", "eval", "--tasks", task, "--setup", setup, "--lengths", str(length)),
-                *("--limit", str(SAMPLES), "--batch", str(SAMPLES), "--controls", *self.flags),
+                *("--limit", str(self.samples), "--batch", str(self.samples), "--controls"),
+                *self.flags,
                 *("--output", f"benchmarks/results/{file}"),
             ]
-            for (task, setup), lengths in self.places.items()
-            for length in lengths
+            for length, task, setup in sorted(every, key=lambda at: at[0])
         ]
 
 
@@ -98,6 +109,34 @@ PARTS = {
         ],
         places=FEW_PLACES,
     ),
+} | {
+    HOPS + name: ClaimPart(
+        flags=["--model", "tiny-hops", *flags], places=places, samples=HOPS_SAMPLES
+    )
+    for name, places, flags in (
+        (
+            "equal",
+            HOPS_PLACES,
+            ["--terms", "equal", "--policies", _HOPS_METHODS, "--budgets", "1/8,1/4,1/16"],
+        ),
+        (
+            "published",
+            HOPS_FEW_PLACES,
+            [
+                *("--terms", "published", "--policies", f"{_HOPS_METHODS},raas,r_kv,snapkv"),
+                *("--budgets", "1/8"),
+            ],
+        ),
+        (
+            "tuned",
+            HOPS_FEW_PLACES,
+            [
+                *("--terms", "tuned", "--trials", "6", "--tuning-limit", "12"),
+                *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
+            ],
+        ),
+        ("recency", HOPS_FEW_PLACES, ["--policies", _delta()]),
+    )
 }
 
 

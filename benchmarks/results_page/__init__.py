@@ -102,7 +102,8 @@ def render(
 def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
     pictures = controls_pictures.names(claims)
     parts = controls.section(claims, pictures)
-    return [*parts, *variations.sections(claims, pictures)]
+    parts += variations.sections(claims, pictures)
+    return [*parts, *controls.hops_section(claims, pictures), *variations.hops_sections(claims)]
 
 
 def _unequal(found: Sequence[Cell]) -> list[str]:

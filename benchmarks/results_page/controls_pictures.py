@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results_page.controls import TERMS
+from benchmarks.results_page.controls import HOPS, TERMS
 from keyhole.drawing import picture
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import Line
@@ -26,7 +26,8 @@ _PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 
 def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     """Name -> file of the figures that these lines give."""
-    found = {name: f"claims-{name}.png" for name in TERMS if lines.get(name)}
+    every = [*TERMS, *(HOPS + name for name in TERMS)]
+    found = {name: f"claims-{name}.png" for name in every if lines.get(name)}
     if shown(lines.get("equal", ())):
         found["lengths"] = "answer-lengths.png"
     return found
@@ -38,7 +39,8 @@ def write(lines: Mapping[str, Sequence[Line]], folder: Path) -> None:
         if name == "lengths":
             _lengths(shown(lines["equal"]), folder / file)
         else:
-            title = f"Right answers against bytes read per step: {TERMS[name][0].lower()}"
+            terms = TERMS[name.removeprefix(HOPS)][0].lower()
+            title = f"Right answers against bytes read per step: {terms}"
             pareto_chart(cells(lines[name]), folder / file, title=title)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
-from benchmarks.results_page.controls import TASKS, source
+from benchmarks.results_page.controls import HOPS, TASKS, source
 from benchmarks.results_page.text import image, kib, paragraph, percent, written
 from keyhole.eval.comparisons import (
     ORACLE,
@@ -31,17 +31,7 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
     """The sections that have lines; pictures: by name."""
     parts = []
     if own := lines.get("recency"):
-        parts += [
-            "### DELTA: newest pages by budget (table 1 of its paper)",
-            paragraph(
-                "Layer 0 is dense and layer 1 selects, so DELTA's selection has to find the "
-                "facts. Right answers in percent with 95 % intervals. A budget is divided "
-                "between the newest pages (rows) and the pages with the best scores. A row "
-                "whose budget is all newest pages is the recent control itself."
-            ),
-            *_by_place(own, _recency),
-            source(own),
-        ]
+        parts += _recency_section(own)
     if own := lines.get("lists"):
         parts += [
             "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
@@ -80,6 +70,26 @@ def _by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> 
             table(own),
         ]
     return parts
+
+
+def hops_sections(lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Those on `tiny-hops` that have lines."""
+    own = lines.get(HOPS + "recency")
+    return _recency_section(own) if own else []
+
+
+def _recency_section(own: Sequence[Line]) -> list[str]:
+    return [
+        "### DELTA: newest pages by budget (table 1 of its paper)",
+        paragraph(
+            "Layer 0 is dense and layer 1 selects, so DELTA's selection has to find the "
+            "facts. Right answers in percent with 95 % intervals. A budget is divided "
+            "between the newest pages (rows) and the pages with the best scores. A row "
+            "whose budget is all newest pages is the recent control itself."
+        ),
+        *_by_place(own, _recency),
+        source(own),
+    ]
 
 
 def _recency(lines: Sequence[Line]) -> str:
