@@ -48,10 +48,21 @@ _METHODS = ",".join(name for name, cls in available_policies().items() if not cl
 #: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
 HOPS_SAMPLES = 24
 #: Places of `tiny-hops`.
-HOPS_PLACES = {(task, "prompt"): (1024, 2048, 4096) for task in ("tiny_walk2", "tiny_derive")}
+HOPS_PLACES = {
+    ("tiny_walk", "prompt"): (512, 1024, 2048),
+    ("tiny_walk2", "prompt"): (1024, 2048, 4096),
+    ("tiny_derive", "prompt"): (1024, 2048, 4096),
+}
 HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (2048,))
 #: Those that can have equal terms, and do not need a head or gate that was trained.
-_HOPS_METHODS = "quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm"
+_HOPS_METHODS = (
+    "quest,quest:share_group=False,delta,tidal_decode,tidal_decode:share_group=False,omnikv,infllm,"
+    "clusterkv,clusterkv:share_group=False,shadowkv,streaming_llm"
+)
+
+_HOPS_PUBLISHED = (
+    "quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm,raas,r_kv,snapkv"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +134,7 @@ PARTS = {
             "published",
             HOPS_FEW_PLACES,
             [
-                *("--terms", "published", "--policies", f"{_HOPS_METHODS},raas,r_kv,snapkv"),
+                *("--terms", "published", "--policies", _HOPS_PUBLISHED),
                 *("--budgets", "1/8"),
             ],
         ),

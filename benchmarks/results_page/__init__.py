@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.results_page import adaptive, controls, controls_pictures, variations
+from benchmarks.results_page import adaptive, controls, controls_pictures, one_layer, variations
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
@@ -103,7 +103,12 @@ def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
     pictures = controls_pictures.names(claims)
     parts = controls.section(claims, pictures)
     parts += variations.sections(claims, pictures)
-    return [*parts, *controls.hops_section(claims, pictures), *variations.hops_sections(claims)]
+    return [
+        *parts,
+        *controls.hops_section(claims, pictures),
+        *one_layer.section(claims.get("layers", ())),
+        *variations.hops_sections(claims),
+    ]
 
 
 def _unequal(found: Sequence[Cell]) -> list[str]:

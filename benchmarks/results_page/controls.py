@@ -23,7 +23,7 @@ HOPS = "hops-"
 #: The file of each part, in the folder of the results.
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
-    | {"adaptive": "adaptive-layers.jsonl"}
+    | {"adaptive": "adaptive-layers.jsonl", "layers": "one-sparse-layer.jsonl"}
     | {HOPS + name: f"{HOPS}{name}.jsonl" for name in ("equal", "tuned", "published", "recency")}
 )
 #: Title and explanation of each comparison, in the order of the page.
@@ -74,6 +74,12 @@ _READ = "The text is read with full attention; the question and the answer run u
 #: The tasks, in the order of the page.
 TASKS = {
     "tiny_derive": ASKED["tiny_derive"],
+    "tiny_walk": PageTask(
+        title="A ring of names",
+        setup="prompt",
+        about="Facts in random order tell which name follows which, and the model writes the ring "
+        "down: one look-up in each step. About half of the text is the model's own.",
+    ),
     "tiny_walk2": PageTask(
         title="Every second name of a ring",
         setup="prompt",
@@ -131,10 +137,10 @@ def hops_section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str
     return [
         "## Methods and their controls on `tiny-hops`",
         paragraph(
-            "The second bundled model has 8 layers, and its later layers look up what earlier ones "
-            "have found. With layers 0 and 1 dense and an eighth of the text, neither the newest "
-            "nor random tokens answer anything in these tasks, and the oracle choice nearly "
-            "everything: **here a method is right only if it selects well for the later layers**. "
+            "The second bundled model has 8 layers, and in one of its tasks layers 3 and 4 look up "
+            "what earlier ones have found. With layers 0 and 1 dense and an eighth of the text, "
+            "neither the newest nor random tokens answer anything in these tasks, and the oracle "
+            "choice nearly everything: **here a method is right only if it selects well in the other layers**. "
             "Controls, intervals and tests are those of the section above."
         ),
         *parts,
