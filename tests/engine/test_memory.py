@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import time
+import tracemalloc
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeContext
+from keyhole.cache.layout import list_bytes
 from keyhole.cli import main
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import model_size
 from keyhole.engine.engine import Engine
+from keyhole.engine.sequence import Sequence
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
+from keyhole.tokenization import Detokenizer
 from tests.checkpoints import KINDS, make_model
 from tests.engine.test_allocation import buffer_bytes
 from tests.policies.models import prompt, with_head
@@ -86,10 +95,10 @@ def test_layers_move_at_the_lengths_that_were_stated(
     options = ("--policy", policy, "--token-budget", BUDGET, "--requests", requests)
     roomy = stated(capsys, folder, *options, "--total-memory", "1GiB")
     least = roomy["total_memory"] - roomy["memory"]  # weights, and what a step computes with
-    total = least + 90_000 * requests
+    total = least + 100_000 * requests
     plan = stated(capsys, folder, *options, "--total-memory", total)
     assert plan["weight_bytes"] == sum(x.nbytes for x in model.network.parameters())
-    assert plan["memory"] == 90_000 * requests
+    assert plan["memory"] == 100_000 * requests
     below = {"offload": tmp_path}
     for memory in ({"total_memory": total}, {"memory": plan["memory"]}):
         engine = engine_of(model, policy, requests, **memory, **below)
@@ -122,7 +131,8 @@ def test_thresholds_by_hand(folder: Path, model: Model, capsys: pytest.CaptureFi
     expected = []
     for i in range(7):
         down = min(i, 4)  # Quest reads the first two layers in full
-        page = PAGE * row * (6 - down) + 6 * bounds + 8
+        lists = 104 + PAGE * 24  # page numbers and the index of prefixes; ids, times and text
+        page = PAGE * row * (6 - down) + 6 * bounds + lists
         buffers = down * requests * (BUDGET + PAGE) * slot
         pages = (total - weights - runtime - logits - buffers) // page
         expected.append(pages // requests * PAGE)
@@ -186,9 +196,10 @@ def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None
     size = model_size(model, None)
     step = 2 * (1024 + 2) * size.step_numbers * FLOAT + 2 * 64 * (FLOAT + 8)
     left = 3_000_000 - size.weight_bytes - step
-    assert engine.cache.max_pages == left // engine.cache.page_bytes
+    lists = 104 + PAGE * 24
+    assert engine.cache.max_pages == left // (engine.cache.page_bytes + lists)
     dense = LLM(model, max_batch=2, total_memory=3_000_000).engine
-    assert dense.cache.max_pages == left // dense.cache.page_bytes
+    assert dense.cache.max_pages == left // (dense.cache.page_bytes + lists)
     # What cannot go below does not matter where nothing does.
     apart = Quest(token_budget=BUDGET, share_group=False)
     assert LLM(model, apart, total_memory=3_000_000).engine.offloader is None
@@ -220,6 +231,60 @@ def test_a_head_beside_the_model_counts(
     assert plain["head_weight_bytes"] == 0
     assert headed["side_page_bytes"] > plain["side_page_bytes"]
     assert headed["thresholds"] < plain["thresholds"]
+
+
+def held_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+def test_lists_of_a_long_prompt_take_what_is_planned(tmp_path: Path) -> None:
+    """Lists of Python's numbers and an entry in a dictionary for each page took 32 bytes a token,
+    which no plan counted. They take 12, and as many more are planned for tokens of an answer.
+    """
+    count = 32_768
+    model = load(make_model("llama", tmp_path, **FIELDS | {"max_position_embeddings": 2 * count}))
+    engine = LLM(model, Quest(token_budget=BUDGET), max_batch=1, device="cpu").engine
+    text = array("i", np.random.default_rng(0).integers(3, 64, size=count + 1).tolist())
+    before = held_bytes()
+    pages = engine.cache.allocate(count // PAGE)
+    assert pages is not None
+    assert engine.prefix is not None
+    engine.prefix.insert(text, pages, count)
+    engine.cache.release(pages)
+    del pages
+    sequence = engine.add(text, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0))
+    while not sequence.is_finished:
+        tracemalloc.reset_peak()
+        engine.step()
+        assert len(sequence.pages) in (0, count // PAGE + 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    assert held_bytes() - before <= 12 * count
+    assert peak - before <= list_bytes(PAGE) * count // PAGE
+
+
+@pytest.mark.usefixtures("traced")
+def test_lists_of_an_answer_take_what_is_planned() -> None:
+    """A generated token took 110 bytes in lists of Python's numbers."""
+    count, rng = 20_000, np.random.default_rng(0)
+    ids, before = array("i", rng.integers(3, 32_000, size=count).tolist()), held_bytes()
+    sequence = Sequence(array("i", [1]), SamplingParams(), Detokenizer(None))
+    for token in ids:
+        sequence.tokens.append(token)
+        sequence.detokenizer.append(token)
+        now = time.perf_counter()
+        sequence.token_times.append(now)
+        sequence.step_ms.append(now)
+    assert held_bytes() - before <= 26 * count
+    assert sequence.generated == ids.tolist()
 
 
 def test_a_policy_that_reads_everything_has_no_plan(
