@@ -136,8 +136,10 @@ class Geometry:
         return dataclasses.replace(self, layers=layers, kv_dtype=kv_dtype)
 
 
-#: Copies of a request's logits: the model's, a float32 one and a sorted one.
-_LOGIT_BYTES = 8
+#: What sampling holds of a request for each token of the vocabulary, besides the logits and a copy
+#: of some rows: float32 scores, before and after temperature or penalties (8), sorted ones with
+#: int64 places (12), and their weights, sums and what filters leave (14).
+_LOGIT_BYTES = 34
 #: A process holds about twice the live memory of a step, since allocators retain freed memory:
 #: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
 _KEPT_BY_ALLOCATOR = 2
@@ -204,7 +206,7 @@ def memory_model(
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
         list_page_bytes=list_bytes(geometry.page_size, scores),
-        request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
+        request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES),
         document_bytes=document_bytes,
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )
