@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -371,6 +372,24 @@ def test_a_layer_leaves_before_its_buffers_come(
         engine.step()
     assert len(held) >= 2
     assert max(held) <= 400_000
+
+
+def test_a_layer_without_room_for_its_buffers_stays(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, "quest", 1, memory=400_000, offload=tmp_path)
+    assert engine.offloader is not None
+    pages = engine.cache.allocate(3)
+    assert pages is not None
+    engine.cache.keys[5][pages] = 7
+    with monkeypatch.context() as patch:
+        patch.setattr(ResidentBuffer, "__init__", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            engine.offloader.offload_layer(1)
+    assert engine.cache.offloaded_layers == engine.offloader.prefetcher.layers == ()
+    engine.offloader.offload_layer(1)
+    assert engine.cache.offloaded_layers == engine.offloader.prefetcher.layers == (5,)
+    assert (engine.cache.keys[5][pages] == 7).all()
 
 
 def test_a_policy_that_reads_everything_has_no_plan(
