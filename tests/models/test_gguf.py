@@ -193,6 +193,7 @@ def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], k
     assert f"torch.{shape.dtype}" == str(model.dtype)
     assert shape.layers == model.geometry(16).layers
     assert shape.num_parameters == sum(p.numel() for p in model.network.parameters())
+    assert shape.weight_bytes == sum(p.nbytes for p in load(make(kind), "cpu").network.parameters())
 
 
 def test_its_words_are_read_too(make: Callable[[str], Path]) -> None:

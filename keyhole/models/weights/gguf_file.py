@@ -27,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from keyhole.errors import ModelError
 from keyhole.models import checkpoint, families
+from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
 from keyhole.models.weights import blocks
 from keyhole.models.weights.blocks import BlockWeight
@@ -201,6 +202,21 @@ class _File(NamedTuple):
             return None
         rows: np.ndarray[Any, Any] = found.weights[:, 0] // 2
         return rows if np.array_equal(found.weights, numbers[rows]) else None
+
+
+def kept_size(found: ModelFiles, plain: Any) -> KeptSize:
+    """What stays in blocks of a model on a CPU, which is given without memory."""
+    if not keeps_blocks(found, plain.config):
+        return KeptSize()
+    file = _File.open(found.config, plain)
+    num_bytes = num_weights = 0
+    for tensor in file.reader.tensors:
+        if file.kept_rows(tensor) is not None:
+            row = torch.zeros(1, tensor.data.shape[1], dtype=torch.uint8)
+            parts = blocks.FORMATS[tensor.tensor_type.name](row)[:3]
+            num_bytes += len(tensor.data) * sum(part.nbytes for part in parts)
+            num_weights += int(tensor.n_elements)
+    return KeptSize(num_weights, num_bytes)
 
 
 def _read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 from keyhole import LLM, ConfigError, ModelError, SamplingParams
 from keyhole.cli import main
+from keyhole.engine.allocation import model_size
 from keyhole.eval.verify import verify
 from keyhole.models.loading import adopt, load
 from keyhole.models.weights.packing import BlockEmbedding, BlockLinear
@@ -93,6 +95,50 @@ def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> Non
     kept = held_bytes(load(path, "cpu"))
     assert kept <= stored * {"Q4_K": 1.03, "Q5_K": 1.21}.get(MIXED.get(kind, (kind,))[0], 1)
     assert kept < 0.6 * held_bytes(load(path, "cpu", weights="dequantised"))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", *MIXED])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_counts_what_is_kept(
+    make: Callable[..., Path], capsys: pytest.CaptureFixture[str], kind: str, tied: bool
+) -> None:
+    """It counted every weight in 16 bits, several times what a file takes."""
+    path, model = make(kind, tied=tied), load(make(kind, tied=tied), "cpu")
+    options = ["--total-memory", "64MiB", "--lengths", "256", "--json"]
+    assert main(["plan", "--model", str(path), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weight_bytes"] == held_bytes(model)
+    assert found["weight_bytes"] == model_size(model, None).weight_bytes
+    assert "of them in its blocks" in found["counted_from"]
+    # As `LLM` itself computes what is left for the cache.
+    engine = LLM(model, total_memory="64MiB", max_batch=1).engine
+    assert found["memory"] >= engine.cache.max_pages * engine.cache.page_bytes
+
+
+def test_a_folder_is_planned_as_its_file(
+    make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.gguf").symlink_to(make("Q8_0"))
+    printed = []
+    for model in (tmp_path, tmp_path / "one.gguf"):
+        assert main(["plan", "--model", str(model), "--total-memory", "64MiB"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "one in 64.0 MiB" in printed[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "another format"])
+def test_a_damaged_file_is_not_planned(
+    make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    data = make("Q6_K").read_bytes()
+    path = tmp_path / "bad.gguf"
+    damaged = {"cut": data[: len(data) // 2], "noise": b"no gguf" * 999}
+    path.write_bytes(damaged[damage] if damage in damaged else with_wrong_header(data, damage))
+    assert main(["plan", "--model", str(path), "--total-memory", "64MiB"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+    assert "the file may be damaged or cut short: get it again" in line
 
 
 def test_a_shared_table_is_held_once(make: Callable[..., Path]) -> None:
