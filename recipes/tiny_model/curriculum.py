@@ -100,7 +100,18 @@ HOPS = (
 """Several look-ups in one step, which must happen in one layer after another: from the bundled
 model to one whose later layers look things up, too."""
 
-CURRICULA = {"single": SINGLE, "hops": HOPS}
+LONG = (
+    Stage(
+        until=float("inf"),
+        batch=6144,
+        lengths={512: 1, 1024: 1.5, 2048: 2, 4096: 1.5, 8192: 0.6},
+        mix={"questions": 1, "direct": 0.3, "walk": 0.3, "walk2": 2, "walk3": 1.5, "derive": 1.6},
+        reach=15000,
+    ),
+)
+"""What the end of `HOPS` knows, over longer texts: from a model that `HOPS` has trained."""
+
+CURRICULA = {"single": SINGLE, "hops": HOPS, "long": LONG}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@
     python -m recipes.tiny_model.train --ranks 2 --resume
     python -m recipes.tiny_model.train --ranks 2 --resume --cooldown 5e6
     python -m recipes.tiny_model.train --curriculum hops --start M --repeat-layers 1 2 --out hops
+    python -m recipes.tiny_model.train --curriculum long --start HOPS --tokens 9e6 --out long
 
 With `--start` and `--repeat-layers` a model's folder M begins deeper.
 

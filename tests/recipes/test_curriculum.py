@@ -5,6 +5,7 @@ import torch
 
 from keyhole.eval.tiny_language.world import EOS, WORD_IDS
 from recipes.tiny_model.curriculum import (
+    CURRICULA,
     KINDS,
     MAX_POSITION,
     SINGLE,
@@ -35,6 +36,14 @@ def test_positions_grow_and_stay_within_the_model():
         assert (positions.diff(dim=1) >= 1).all()
         assert positions[:, 0].eq(0).all()
         assert positions.max() < MAX_POSITION
+
+
+@pytest.mark.parametrize("name", CURRICULA)
+def test_the_rows_of_every_stage_have_its_lengths(name):
+    for stage in CURRICULA[name]:
+        batch = training_batch(0, 0, 0, stage)
+        assert batch.tokens.shape[1] in stage.lengths
+        assert batch.tokens.numel() >= stage.batch // 2
 
 
 def test_same_step_same_rows_other_rank_other_rows():

@@ -191,6 +191,11 @@ def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
     for objective in ("attention", "eagle"):
         with pytest.raises(ConfigError, match=r"--start .* requires --objective selection"):
             TrainingConfig(objective=objective, start=start)
+    with pytest.raises(ConfigError, match="attention_weight -1 must be a number >= 0"):
+        TrainingConfig(objective="eagle", attention_weight=-1)
+    for settings in ({"objective": "attention"}, {"objective": "eagle", "inputs": "tokens"}):
+        with pytest.raises(ConfigError, match=r"--attention-weight .* requires --objective eagle"):
+            TrainingConfig(**settings, attention_weight=0.5)
     fewer = TrainingConfig(objective="selection", start=start, feature_layers=(1, 2))
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 2\) must be \(1, 2, 3\), as in"):
         Distiller(network, Texts(), fewer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -111,6 +112,42 @@ def test_the_loss_is_the_weighted_divergence_of_the_steps() -> None:
         total += DECAY**step * _weighted(targets, step, (wanted * (wanted.log() - found)).sum(-1))
         weight += DECAY**step
     assert eagle_loss(draft, targets).item() == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_an_attention_weight_adds_the_divergence_of_its_attention() -> None:
+    """Beside EAGLE's loss: the KL divergence of the layer's own weights from the target's mass."""
+    network = make_network(make_config("llama"))
+    settings = {"objective": "eagle", "length": 96, "feature_layers": LAYERS, "num_queries": 8}
+    plain, joint = (
+        Distiller(network, Texts(), TrainingConfig(**settings, attention_weight=weight))
+        for weight in (0.0, 0.5)
+    )
+    targets = plain._targets(Random(0), 96)
+    without, _ = plain._loss(targets, Random(0))
+    loss, _ = joint._loss(targets, Random(0))
+    draft = joint.module
+    assert isinstance(draft, Draft)
+    places = torch.arange(len(targets.token_ids))
+    query, keys, _ = draft.project(
+        targets.token_ids, places, previous(draft.head.fuse(targets.hidden))
+    )
+    total = mass = 0.0
+    for number, row in enumerate(targets.rows.tolist()):
+        free = slice(4, max(4, row - 63))  # neither sinks nor window
+        for group in range(keys.shape[1]):
+            own = query[row].double().unflatten(0, (keys.shape[1], -1))[group]
+            logits = own @ keys[: row + 1, group].double().T * draft.head.scale
+            found = logits.softmax(-1).mean(0)[free]
+            wanted = targets.mass[group, number, : row + 1].double()[free]
+            p, q = wanted / wanted.sum(), found / found.sum()
+            total += (wanted.sum() * (p * (p / q).log()).sum()).item()
+            mass += wanted.sum().item()
+    assert (loss - without).item() == pytest.approx(0.5 * total / mass, rel=1e-4)
+    loss.backward()
+    with_attention = draft.head.q.weight.grad
+    without.backward()
+    alone = plain.module.get_parameter("head.q.weight").grad
+    assert not torch.allclose(with_attention, alone)
 
 
 def _weighted(targets: TeacherTargets, step: int, losses: Tensor) -> float:

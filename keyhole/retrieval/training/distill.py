@@ -2,7 +2,8 @@
 
 attention   the head's weights match the target's attention (`attention_objective`)
 selection   the selection changes the target's predictions little (`selection_objective`)
-eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`)
+eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`);
+            with an attention_weight its attention learns to match the target's, too
 """
 
 from __future__ import annotations
@@ -95,9 +96,11 @@ class Distiller(TrainingRun):
     def _loss(self, targets: TeacherTargets, rng: Random) -> tuple[Tensor, tuple[float, float]]:
         """The loss, and the recall of the head and of the window."""
         if isinstance(self.module, Draft):
-            loss = eagle_loss(self.module, targets)
-            with torch.no_grad():
+            loss, weight = eagle_loss(self.module, targets), self.config.attention_weight
+            with torch.set_grad_enabled(weight > 0):
                 logs = objectives.log_weights(self.head, targets)
+            if weight:
+                loss = loss + weight * objectives.mass_divergence(logs, targets)
         elif self.config.objective == "selection":
             budget = objectives.draw_budget(rng, len(targets.token_ids))
             heat = objectives.temperature(self.tokens / self.config.tokens)

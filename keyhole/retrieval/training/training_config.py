@@ -62,6 +62,11 @@ class TrainingConfig:
         "for a gate",
     )
     unroll_steps: int = setting(3, "eagle: number of consecutive drafted tokens")
+    attention_weight: float = setting(
+        0.0,
+        "eagle: weight of a second loss, that of the objective attention, so that the head pruned "
+        "from the draft also selects; 0: as in EAGLE-3",
+    )
     block_size: int = setting(
         EngineConfig.page_size, "gate: tokens per block, the page size that it will be used with"
     )
@@ -78,6 +83,13 @@ class TrainingConfig:
         if self.objective != "selection" and self.start is not None:
             raise ConfigError(
                 f"--start {self.start!r} requires --objective selection, not {self.objective!r}"
+            )
+        weight = self.attention_weight
+        require(is_number(weight) and weight >= 0, "attention_weight", weight, "a number >= 0")
+        if weight and (self.objective != "eagle" or self.inputs != "tokens+features"):
+            raise ConfigError(
+                f"--attention-weight {weight:g} requires --objective eagle and --inputs "
+                f"tokens+features, not {self.objective!r} and {self.inputs!r}"
             )
         if self.feature_layers is not None:
             require_layers("feature_layers", self.feature_layers)
