@@ -8,10 +8,10 @@ the first one keeps, in tokens of all layers; the line has their means:
 unchanged: stored numbers, as they were read, not computed again.
 shared: pages that the second question takes as they are (`page_keys.py`).
 in_each_layer: unchanged in both, layer by layer: page lists per layer could share it.
-in_all_layers: unchanged in both and in every layer: pages of one block in all layers could share it.
-paired: pages that could be shared if unchanged blocks had pages of their own, paired over the layers
-in their order by the first question, and the second one followed its layout: those of which the
-second question keeps every block.
+in_all_layers: unchanged in both and in every layer: pages of one block could share it.
+paired: pages that could be shared if unchanged blocks had pages of their own, paired over the
+layers in their order by the first question, and the second one followed its layout: those of which
+the second question keeps every block.
 
 Adds a line to benchmarks/results/shared-pages.jsonl; nothing is timed.
 """
