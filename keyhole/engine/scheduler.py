@@ -22,8 +22,7 @@ import numpy as np
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
-from keyhole.cache.recurrent_state import RecurrentState
-from keyhole.cache.state_snapshots import StateSnapshots
+from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import Demand
 from keyhole.engine.decode_inputs import page_limit
