@@ -13,7 +13,7 @@ import argparse
 import math
 import textwrap
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
@@ -33,7 +33,7 @@ from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
     from keyhole.cache.layout import Geometry, ModelSize
-    from keyhole.models.checkpoint import Checkpoint
+    from keyhole.models.checkpoint import Built, Checkpoint
     from keyhole.models.locate import ModelFiles
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_settings(parser, PlanSettings, "what is planned for")
 
 
-def _build(place: ModelFiles) -> tuple[Any, int, int]:
+def _build(place: ModelFiles) -> Built:
     """Builds the model's shape with transformers, for families whose config does not state it."""
     from keyhole.models.shrink import build
 
@@ -157,7 +157,7 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     from keyhole.cache.layout import memory_model as every_term
 
     size = ModelSize(
-        weight_bytes=shape.num_parameters * shape.itemsize,
+        weight_bytes=shape.weight_bytes,
         vocab_size=shape.vocab_size,
         step_numbers=shape.step_numbers,
     )

@@ -62,7 +62,8 @@ operation, so that a policy, its settings and `--help` need no torch.
     norm_linears     several linear layers of one input, after its RMS norm
     norm_swiglu      the SwiGLU product of gate and up projections, after an RMS norm
     linear_add       a linear layer and the residual
-    pack, unpack     a weight in 4 or 8 bits, and back
+    pack, unpack     a weight in 4, 6 or 8 bits, and back
+    join_codes       the codes of such a weight, from one in a byte
     packed_linear    the same layer with such a weight
 
 Letters in shapes: B sequences, T query tokens, P pages of the cache, M pages of a sequence (its row
@@ -145,6 +146,7 @@ if TYPE_CHECKING:
         gather_rows,
         gather_tokens,
         is_quantised,
+        join_codes,
         pack,
         quantise,
         recent_indices,
@@ -189,6 +191,7 @@ __all__ = [
     "head_scores_chosen",
     "index_scores",
     "is_quantised",
+    "join_codes",
     "keep",
     "keep_queries",
     "kept",

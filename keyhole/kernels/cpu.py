@@ -355,7 +355,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """As the reference."""
+    """As the reference; the kernel for 6 bits takes float32 only."""
+    if packed.bits == 6 and x.dtype != torch.float32:
+        widened = PackedWeight(packed.codes, packed.scales.float(), packed.minimums.float(), 6)
+        wide_bias = None if bias is None else bias.float()
+        return packed_linear(x.float(), widened, wide_bias).to(x.dtype)
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows = x.reshape(-1, x.shape[-1])
     codes, scales, minimums = (one.contiguous() for one in packed[:3])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError
@@ -148,10 +148,10 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 class Checkpoint:
     """A model's shape.
 
-    dtype: what it would be loaded in. num_parameters: counted from `counted_from`.
-    layer_parameters: those of the last layer. step_numbers: peak live activations of a layer, per
-    token of a step; an estimate. max_length: the longest sequence. folder: of its files; None for a
-    hub id.
+    dtype: what it would be loaded in. num_parameters: counted from `counted_from`; weight_bytes:
+    their bytes in memory. layer_parameters: those of the last layer. step_numbers: peak live
+    activations of a layer, per token of a step; an estimate. max_length: the longest sequence.
+    folder: of its files; None for a hub id.
     """
 
     name: str
@@ -159,6 +159,7 @@ class Checkpoint:
     layers: tuple[LayerLayout, ...]
     num_query_heads: int
     num_parameters: int
+    weight_bytes: int
     counted_from: str
     layer_parameters: int
     step_numbers: int
@@ -181,8 +182,24 @@ class Checkpoint:
         )
 
 
-#: Reads the config of any family, and counts its weights and those of its last layer.
-Build = Callable[[ModelFiles], tuple[Any, int, int]]
+class KeptSize(NamedTuple):
+    """Weights that stay in a file's blocks: how many, and their bytes in memory."""
+
+    num_weights: int = 0
+    num_bytes: int = 0
+
+
+class Built(NamedTuple):
+    """A model's config, and its size: all weights, those of the last layer, and those in blocks."""
+
+    config: Any
+    num_parameters: int
+    layer_parameters: int
+    kept: KeptSize = KeptSize()
+
+
+#: Builds the shape of a model of any family.
+Build = Callable[[ModelFiles], Built]
 
 
 def _check_planned(config: Any, name: str) -> None:
@@ -219,7 +236,8 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
         if build is None or stored.get("model_type") in DEFAULTS:
             config, built = normalised(stored), None
         else:
-            config, *built = build(place)
+            built = build(place)
+            config = built.config
         families.check(config, name)
         _check_planned(config, name)
         quantised = "quantization_config" in stored
@@ -231,18 +249,18 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
             number = _dtype(stored, headers) if place.gguf is None else gguf_dtype(path)
         layers = families.layouts(config)
         if built is None:
-            built = [
-                num_parameters(config),
-                num_layer_parameters(config, len(layers) - 1),
-            ]
+            of_last = num_layer_parameters(config, len(layers) - 1)
+            built = Built(config, num_parameters(config), of_last)
+        total, kept = counted or built.num_parameters, built.kept
         return Checkpoint(
             name=_short(place),
             dtype=number,
             layers=layers,
             num_query_heads=int(config.num_attention_heads),
-            num_parameters=counted or built[0],
-            counted_from="the weights' headers" if counted else "the config",
-            layer_parameters=built[1],
+            num_parameters=total,
+            weight_bytes=kept.num_bytes + (total - kept.num_weights) * ITEMSIZES[number],
+            counted_from=_source(counted, kept),
+            layer_parameters=built.layer_parameters,
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config, families.rope_lengths(config))[0],
@@ -316,6 +334,13 @@ def _dtype(stored: dict[str, Any], headers: list[dict[str, Any]]) -> str:
     if found not in ITEMSIZES:
         raise ModelError(f"the config says dtype {found!r}; give one of {', '.join(ITEMSIZES)}")
     return str(found)
+
+
+def _source(counted: int, kept: KeptSize) -> str:
+    """Where the weights are counted, in words."""
+    if kept.num_weights:
+        return f"the file, {kept.num_weights:,} of them in its blocks"
+    return "the weights' headers" if counted else "the config"
 
 
 def _short(place: ModelFiles) -> str:

@@ -16,9 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError
+from keyhole.models.checkpoint import Built
 from keyhole.models.families import rope_lengths
 from keyhole.models.loading import read_config
 from keyhole.models.locate import ModelFiles
+from keyhole.models.weights import gguf_file
 
 # Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show
 # three kinds of attention twice.
@@ -269,8 +271,8 @@ def random_model(config: Any) -> PreTrainedModel:
     return network.eval()
 
 
-def build(place: ModelFiles) -> tuple[Any, int, int]:
-    """A model's config, its number of weights and that of its last layer; no memory is taken."""
+def build(place: ModelFiles) -> Built:
+    """A model's config and the sizes of its weights; no memory is taken."""
     config = read_config(place)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
@@ -278,7 +280,7 @@ def build(place: ModelFiles) -> tuple[Any, int, int]:
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network
     total, of_last = (sum(p.numel() for p in m.parameters()) for m in (network, last))
-    return config, total, of_last
+    return Built(config, total, of_last, gguf_file.kept_size(place, network))
 
 
 def mapped(place: ModelFiles, dtype: torch.dtype) -> PreTrainedModel | None:

@@ -1,4 +1,4 @@
-"""Weights packed in 4 and 8 bits: what is stored, and products with it."""
+"""Weights packed in 4, 6 and 8 bits: what is stored, and products with it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from keyhole.kernels import reference
 from tests.effort import examples
 from tests.kernels.test_twins import DTYPES, TOLERANCE, check
 
-BITS = st.sampled_from((4, 8))
-GROUPS = st.sampled_from((32, 64, 128))
+#: Bits, and weights that share a scale.
+FORMATS = st.sampled_from(
+    [(bits, group) for bits in (4, 6, 8) for group in (32, 64, 128)] + [(6, 16)]
+)
 
 
 @given(
     st.integers(1, 19),
     st.sampled_from((1, 15, 16, 17, 100)),
     st.sampled_from((1, 2, 5, 17)),
-    BITS,
-    GROUPS,
+    FORMATS,
     DTYPES,
     st.booleans(),
 )
@@ -30,11 +31,11 @@ def test_products_are_those_of_the_unpacked_weight(
     tokens: int,
     outputs: int,
     blocks: int,
-    bits: int,
-    group: int,
+    packing: tuple[int, int],
     dtype: torch.dtype,
     with_bias: bool,
 ) -> None:
+    bits, group = packing
     inputs = blocks * max(64, group)
     random = torch.Generator().manual_seed(tokens * outputs + inputs + group + bits)
     x, weight, bias = (
@@ -59,17 +60,20 @@ def unpacked(packed: kernels.PackedWeight) -> torch.Tensor:
     rows = []
     for row, scale, minimum in zip(codes.tolist(), scales.tolist(), minimums.tolist(), strict=True):
         whole = row
-        if bits == 4:
+        if bits < 8:
             whole = []
-            for first in range(0, len(row), 32):
-                block = row[first : first + 32]
-                whole += [byte % 16 for byte in block] + [byte // 16 for byte in block]
+            for first in range(0, len(row), 8 * bits):
+                block = row[first : first + 8 * bits]
+                low, high = block[:32], block[32:]
+                lower = [byte % 16 for byte in low] + [byte // 16 for byte in low]
+                upper = [byte // 4**q % 4 for q in range(4) for byte in high] or [0] * 64
+                whole += [a + 16 * b for a, b in zip(lower, upper, strict=True)]
         size = len(whole) // len(scale)
         rows.append([c * scale[i // size] + minimum[i // size] for i, c in enumerate(whole)])
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("bits", "stored"), [(4, 0.5), (8, 1.0)])
+@pytest.mark.parametrize(("bits", "stored"), [(4, 0.5), (6, 0.75), (8, 1.0)])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_no_weight_is_further_off_than_half_a_step(bits: int, stored: float, group: int) -> None:
     weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(bits))
@@ -84,7 +88,7 @@ def test_no_weight_is_further_off_than_half_a_step(bits: int, stored: float, gro
 
 def test_groups_without_a_range_are_exact() -> None:
     weight = torch.tensor([0.0, -1.5, 0.25, 3.0]).repeat_interleave(64).expand(3, -1)
-    for bits in (4, 8):
+    for bits in (4, 6, 8):
         packed = kernels.pack(weight.contiguous(), bits, 64)
         assert torch.equal(kernels.unpack(packed), weight)
 

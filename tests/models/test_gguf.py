@@ -36,9 +36,13 @@ KINDS: dict[str, tuple[GGMLQuantizationType, LlamaFileType, torch.dtype]] = {
 DRAWN: dict[str, tuple[GGMLQuantizationType, LlamaFileType, torch.dtype]] = {
     "Q4_K": (GGMLQuantizationType.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, torch.bfloat16),
     "Q5_K": (GGMLQuantizationType.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, torch.bfloat16),
+    "Q6_K": (GGMLQuantizationType.Q6_K, LlamaFileType.MOSTLY_Q6_K, torch.bfloat16),
 }
 #: Bytes of a block of 256 weights.
-_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176}
+_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+#: Files that mix two formats, as llama.cpp's own recipes do: the other matrices, and `_FINER`.
+MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+_FINER = ("v_proj", "down_proj", "lm_head")
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -78,7 +82,8 @@ def make(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def write(original: Path, path: Path, kind: str) -> None:
     """Writes a Llama as llama.cpp's converter does: names, rotary pairs side by side, BPE words."""
     network = AutoModelForCausalLM.from_pretrained(original)
-    config, (number, file_type, _) = network.config, (KINDS | DRAWN)[kind]
+    most, finer = MIXED.get(kind, (kind, kind))
+    config, file_type = network.config, (KINDS | DRAWN)[most][1]
     writer = GGUFWriter(path, "llama")
     writer.add_file_type(file_type)
     writer.add_context_length(config.max_position_embeddings)
@@ -101,7 +106,7 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in network.state_dict().items():
+    for seed, (name, tensor) in enumerate(network.state_dict().items()):
         value = tensor.float().numpy()
         module = name.removesuffix(".weight")
         if module == "lm_head" and config.tie_word_embeddings:
@@ -116,7 +121,9 @@ def write(original: Path, path: Path, kind: str) -> None:
             halves = value.reshape(pairs, 2, -1, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if value.ndim == 2:
-            data = drawn(kind, value.shape) if kind in DRAWN else gguf.quantize(value, number)
+            one = finer if module.endswith(_FINER) else most
+            number = (KINDS | DRAWN)[one][0]
+            data = drawn(one, value.shape, seed) if one in DRAWN else gguf.quantize(value, number)
             writer.add_tensor(f"{to}.weight", data, raw_dtype=number)
         else:
             writer.add_tensor(f"{to}.weight", value)
@@ -127,13 +134,21 @@ def write(original: Path, path: Path, kind: str) -> None:
 
 
 def drawn(
-    kind: str, shape: tuple[int, ...], seed: int = 0, scale: float = 2e-4
+    kind: str, shape: tuple[int, ...], seed: int = 0, scale: float = 5e-5
 ) -> np.ndarray[Any, Any]:
-    """The bytes of rows of Q4_K or Q5_K, drawn; scale: of its scales of groups."""
+    """The bytes of rows of Q4_K, Q5_K or Q6_K, drawn; scale: that of its scales of groups.
+
+    With larger ones small differences grow from layer to layer, also without blocks.
+    """
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (shape[0], shape[1] // 256, _BLOCK_BYTES[kind]), dtype=np.uint8)
-    scales = random.normal(scale=scale, size=(*data.shape[:2], 2)).astype(np.float16)
-    data[..., :4] = scales.view(np.uint8)
+    # None is near zero: the norm after an embedding of hardly any size enlarges rounding errors.
+    sizes = random.uniform(0.5, 1.5, size=(*data.shape[:2], 2)) * scale
+    scales = (sizes * random.choice([-1, 1], size=sizes.shape)).astype(np.float16)
+    if kind == "Q6_K":  # its scales of groups are twice as large, and there are no minimums
+        data[..., -2:] = (scales[..., :1] / 4).view(np.uint8)
+    else:
+        data[..., :4] = scales.view(np.uint8)
     return data.reshape(shape[0], -1)
 
 
@@ -178,6 +193,7 @@ def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], k
     assert f"torch.{shape.dtype}" == str(model.dtype)
     assert shape.layers == model.geometry(16).layers
     assert shape.num_parameters == sum(p.numel() for p in model.network.parameters())
+    assert shape.weight_bytes == sum(p.nbytes for p in load(make(kind), "cpu").network.parameters())
 
 
 def test_its_words_are_read_too(make: Callable[[str], Path]) -> None:

@@ -178,9 +178,11 @@ struct Linear {
 };
 
 // Weights in few bits: code * scale + minimum, for groups of inputs. In 4 bits, byte j of a block of
-// 64 weights holds weight j below and weight j + 32 above.
+// 64 weights holds weight j below and weight j + 32 above. In 6 bits, so do the lower four bits, in 32
+// bytes; in the 16 bytes behind them, byte j holds the upper two bits of weights j, j + 16, j + 32 and
+// j + 48, from below. Products with 6 bits are computed in float32 only.
 struct Packed {
-    int64_t bits, group;  // 4 or 8; 32, 64 or 128
+    int64_t bits, group;  // 4, 6 or 8; 32, 64 or 128, in 6 bits 16 or more
     const uint8_t* codes;           // [O, I * bits / 8]
     const void *scales, *minimums;  // [O, I / group]
 };

@@ -48,7 +48,21 @@ static void linear(const Linear& a) {
 
 static inline float sum_of(Vector a) { return total(a); }  // where `total` is a variable
 
-constexpr int64_t kHalf = 32;  // of a block: see `Packed`
+constexpr int64_t kBlock = 64;  // weights whose codes are stored together: see `Packed`
+
+// Weights that `codes_at` reads from one place of a block, from weight `at` on.
+template <int bits>
+constexpr int64_t kSpan = bits == 6 ? kBlock / 4 : kBlock / 2;
+
+// Codes of weights at + j, at + j + 1, ... of a block, as keys of a product; j < kSpan.
+template <class P, int bits, int at>
+static inline typename P::Key codes_at(const uint8_t* block, int64_t j) {
+    constexpr int half = kBlock / 2;
+    if constexpr (bits == 8) return P::template code<whole_byte>(block + at + j);
+    else if constexpr (bits == 4)
+        return P::template code<at < half ? lower_half : upper_half>(block + at % half + j);
+    else return six_bit_codes<at / kSpan<6>>(block + at % half + j, block + half + j);
+}
 
 static inline float number(const float* p) { return *p; }
 static inline float number(const bfloat16* p) {
@@ -77,6 +91,19 @@ struct Inputs {
 [[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
     if (ask_second_level) __builtin_prefetch(p, 0, 2);
     else __builtin_prefetch(p);
+}
+
+// Adds the products of a span of weights of R rows to the sums of H tokens. x: their inputs.
+template <class P, int bits, int at, int R, int H>
+[[gnu::always_inline]] static inline void add_span(const uint8_t* block, int64_t row_bytes,
+                                                   const typename P::Query* x, int64_t stride,
+                                                   Vector (&part)[R][H]) {
+    for (int64_t j = 0; j < kSpan<bits>; j += P::step)
+        for (int r = 0; r < R; r++) {
+            const auto key = codes_at<P, bits, at>(block + r * row_bytes, j);
+            for (int h = 0; h < H; h++)
+                part[r][h] = P::add(part[r][h], x + h * stride + at + j, key);
+        }
 }
 
 // R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
@@ -114,28 +141,25 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
     };
     // Rows are a kilobyte or two, too short for the processor to notice streams: the rows that come
     // next are asked for a line at a time.
-    constexpr int line_inputs = 64 * 8 / bits;
-    for (int64_t i = 0; i < a.I; i += 2 * kHalf) {
+    constexpr int line_inputs = bits == 4 ? 2 * kBlock : kBlock;
+    const int64_t within = a.weight.group - 1;
+    for (int64_t i = 0; i < a.I; i += kBlock) {
         const auto* x = in.rows + i;
         const uint8_t* p = from + i * bits / 8;
         if (ahead && i % line_inputs == 0)
             for (int r = 0; r < R; r++) ask_for(p + (R + r) * row_bytes);
-        for (int j = 0; j < kHalf; j += P::step)
-            for (int r = 0; r < R; r++) {
-                const auto key = P::template code<bits == 4 ? lower_half : whole_byte>(
-                    p + r * row_bytes + j);
-                for (int h = 0; h < H; h++)
-                    part[r][h] = P::add(part[r][h], x + h * in.stride + j, key);
-            }
-        if (a.weight.group == kHalf) end_group();
-        for (int j = 0; j < kHalf; j += P::step)
-            for (int r = 0; r < R; r++) {
-                const auto key = P::template code<bits == 4 ? upper_half : whole_byte>(
-                    p + r * row_bytes + j + (bits == 4 ? 0 : kHalf));
-                for (int h = 0; h < H; h++)
-                    part[r][h] = P::add(part[r][h], x + h * in.stride + kHalf + j, key);
-            }
-        if (((i + 2 * kHalf) & (a.weight.group - 1)) == 0) end_group();
+        add_span<P, bits, 0>(p, row_bytes, x, in.stride, part);
+        if constexpr (bits == 6) {
+            if (a.weight.group == 16) end_group();
+            add_span<P, bits, 16>(p, row_bytes, x, in.stride, part);
+        }
+        if (a.weight.group <= 32) end_group();
+        add_span<P, bits, 32>(p, row_bytes, x, in.stride, part);
+        if constexpr (bits == 6) {
+            if (a.weight.group == 16) end_group();
+            add_span<P, bits, 48>(p, row_bytes, x, in.stride, part);
+        }
+        if (((i + kBlock) & within) == 0) end_group();
     }
     for (int r = 0; r < R; r++)
         for (int h = 0; h < H; h++) out[h * kTile + r] = sum_of(total[r][h]);
@@ -200,40 +224,45 @@ static void packed_linear_in(const PackedLinear& a) {
 
 template <class T>
 static void packed_linear(const PackedLinear& a) {
-    a.weight.bits == 4 ? packed_linear_in<T, 4>(a) : packed_linear_in<T, 8>(a);
+    if (a.weight.bits == 4) return packed_linear_in<T, 4>(a);
+    if (a.weight.bits == 8) return packed_linear_in<T, 8>(a);
+    if constexpr (sizeof(T) == sizeof(float)) packed_linear_in<T, 6>(a);
 }
 
-// Codes as numbers: of half a block, into `out`.
-template <class T, Part part>
-static inline void unpack_half(const uint8_t* from, float scale, float minimum, T* out) {
+// Weights of a span of a block as numbers, into `out`, the numbers of the block.
+template <class T, int bits, int at>
+static inline void unpack_span(const uint8_t* block, float scale, float minimum, T* out) {
     const Vector s = broadcast(scale), m = broadcast(minimum);
-    for (int64_t j = 0; j < kHalf; j += Vector::width)
-        store(out + j, fma(codes<part>(from + j), s, m));
+    for (int64_t j = 0; j < kSpan<bits>; j += Vector::width)
+        store(out + at + j, fma(codes_at<Product<float>, bits, at>(block, j), s, m));
 }
 
-template <class T>
-static void unpack(const Unpack& a) {
+template <class T, int bits>
+static void unpack_in(const Unpack& a) {
     const Packed& w = a.weight;
     const int64_t groups = a.I / w.group, blocks = (a.O + kTile - 1) / kTile;
     for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
         for (int64_t o = block * kTile; o < a.O && o < (block + 1) * kTile; o++) {
-            const uint8_t* from = w.codes + o * (a.I * w.bits / 8);
+            const uint8_t* from = w.codes + o * (a.I * bits / 8);
             const T* scales = static_cast<const T*>(w.scales) + o * groups;
             const T* minimums = static_cast<const T*>(w.minimums) + o * groups;
             T* out = static_cast<T*>(a.out) + o * a.I;
-            for (int64_t i = 0; i < a.I; i += 2 * kHalf) {
-                const uint8_t* p = from + i * w.bits / 8;
-                const int64_t one = i / w.group, two = (i + kHalf) / w.group;
-                const float s1 = number(scales + one), m1 = number(minimums + one);
-                const float s2 = number(scales + two), m2 = number(minimums + two);
-                if (w.bits == 4) {
-                    unpack_half<T, lower_half>(p, s1, m1, out + i);
-                    unpack_half<T, upper_half>(p, s2, m2, out + i + kHalf);
-                } else {
-                    unpack_half<T, whole_byte>(p, s1, m1, out + i);
-                    unpack_half<T, whole_byte>(p + kHalf, s2, m2, out + i + kHalf);
-                }
+            for (int64_t i = 0; i < a.I; i += kBlock) {
+                const auto scale = [&](int at) { return number(scales + (i + at) / w.group); };
+                const auto minimum = [&](int at) { return number(minimums + (i + at) / w.group); };
+                const uint8_t* p = from + i * bits / 8;
+                unpack_span<T, bits, 0>(p, scale(0), minimum(0), out + i);
+                if constexpr (bits == 6) unpack_span<T, 6, 16>(p, scale(16), minimum(16), out + i);
+                unpack_span<T, bits, 32>(p, scale(32), minimum(32), out + i);
+                if constexpr (bits == 6) unpack_span<T, 6, 48>(p, scale(48), minimum(48), out + i);
             }
         }
     });
+}
+
+template <class T>
+static void unpack(const Unpack& a) {
+    if (a.weight.bits == 4) unpack_in<T, 4>(a);
+    else if (a.weight.bits == 6) unpack_in<T, 6>(a);
+    else unpack_in<T, 8>(a);
 }

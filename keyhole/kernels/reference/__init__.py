@@ -20,7 +20,7 @@ from keyhole.kernels.reference.attention import (
     weights_over,
 )
 from keyhole.kernels.reference.block_sparse import block_sparse_prefill
-from keyhole.kernels.reference.packed import PackedWeight, pack, packed_linear, unpack
+from keyhole.kernels.reference.packed import PackedWeight, join_codes, pack, packed_linear, unpack
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
     page_bounds,
@@ -63,6 +63,7 @@ __all__ = [
     "gathered",
     "head_scores",
     "is_quantised",
+    "join_codes",
     "linear",
     "linear_add",
     "load_missing",

@@ -1,4 +1,4 @@
-"""Weights packed in 4 or 8 bits: each group of a row has its own scale and minimum."""
+"""Weights packed in 4, 6 or 8 bits: each group of a row has its own scale and minimum."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Weights whose 4-bit codes are packed together: byte j has weight j below and weight j + 32 above.
+#: Weights whose codes are packed together. In 4 bits, byte j has weight j below and weight j + 32
+#: above. In 6 bits, 32 such bytes have the lower 4 bits; byte j of the 16 bytes behind them has the
+#: upper 2 bits of weights j, j + 16, j + 32 and j + 48, from below.
 BLOCK = 64
-_HALF = BLOCK // 2
+_HALF, _QUARTER = BLOCK // 2, BLOCK // 4
+#: Where the upper 2 bits of each quarter of a block are in their byte.
+_SHIFTS = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
 #: Weights that are packed at a time, so that float32 copies stay small.
 _AT_ONCE = 1 << 22
 
@@ -19,7 +23,8 @@ class PackedWeight(NamedTuple):
     """A quantised weight [O, I]: code * scale + minimum, for groups of inputs.
 
     codes: uint8 [O, I * bits / 8]. scales, minimums: [O, groups], in the dtype of the layer. bits:
-    4 or 8. I is a multiple of 64 and of the group size, which is 32, 64 or 128.
+    4, 6 or 8. I is a multiple of 64 and of the group size, which is 32, 64 or 128, and may be 16
+    with 6 bits.
     """
 
     codes: Tensor
@@ -59,24 +64,44 @@ def pack(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
         scale, minimum = scales[rows].float()[..., None], minimums[rows].float()[..., None]
         found = torch.where(scale > 0, (groups - minimum) / scale, 0.0)
         whole = found.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
-        codes[rows] = whole if bits == 8 else _nibbles(whole)
+        codes[rows] = join_codes(whole, bits)
     return PackedWeight(codes, scales, minimums, bits)
 
 
-def _nibbles(codes: Tensor) -> Tensor:
-    """Two codes in a byte."""
-    low, high = codes.unflatten(1, (-1, 2, _HALF)).unbind(2)
-    joined: Tensor = low | high << 4
-    return joined.flatten(1)
+def join_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [O, I], one in a byte, as `PackedWeight` has them: uint8 [O, I * bits / 8]."""
+    if bits == 8:
+        return codes
+    blocks = codes.unflatten(1, (-1, BLOCK))
+    lower, upper = blocks & 15, blocks >> 4
+    low, high = lower.unflatten(2, (2, _HALF)).unbind(2)
+    joined = low | high << 4
+    if bits == 6:
+        quarters = upper.unflatten(2, (4, _QUARTER)) << _SHIFTS.to(codes.device)
+        # The four do not overlap, so that their sum is all of them.
+        joined = torch.cat([joined, quarters.sum(2, dtype=torch.uint8)], 2)
+    rows: Tensor = joined.flatten(1)
+    return rows
+
+
+def _separate_codes(joined: Tensor, bits: int) -> Tensor:
+    """The reverse of `join_codes`."""
+    if bits == 8:
+        return joined
+    blocks = joined.unflatten(1, (-1, BLOCK * bits // 8))
+    pairs = blocks[..., :_HALF]
+    codes = torch.cat([pairs & 15, pairs >> 4], 2)
+    if bits == 6:
+        quarters = blocks[..., None, _HALF:] >> _SHIFTS.to(joined.device) & 3
+        codes = codes | quarters.flatten(2) << 4
+    separate: Tensor = codes.flatten(1)
+    return separate
 
 
 def unpack(packed: PackedWeight) -> Tensor:
     """The weight [O, I] in the dtype of its scales; computed in float32."""
     codes, scales, minimums, bits = packed
-    if bits == 4:
-        pairs = codes.unflatten(1, (-1, _HALF))
-        codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
-    groups = codes.float().unflatten(1, (scales.shape[1], -1))
+    groups = _separate_codes(codes, bits).float().unflatten(1, (scales.shape[1], -1))
     weight = torch.addcmul(minimums.float()[..., None], groups, scales.float()[..., None])
     return weight.flatten(1).to(scales.dtype)
 

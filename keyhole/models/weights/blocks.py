@@ -1,4 +1,4 @@
-"""llama.cpp's blocks of weights, Q8_0, Q4_0, Q4_K and Q5_K, multiplied as they are stored.
+"""llama.cpp's blocks of weights, Q8_0, Q4_0, Q4_K, Q5_K and Q6_K, multiplied as they are stored.
 
 A row of a matrix is cut into blocks with scales of their own (ggml-quants.c in llama.cpp):
 
@@ -6,11 +6,12 @@ A row of a matrix is cut into blocks with scales of their own (ggml-quants.c in 
     Q4_0: 32 weights, d * (q - 8), with q from 0 to 15
     Q4_K: 256 weights in 8 groups of 32, d * s * q - e * m, with q from 0 to 15
     Q5_K: as Q4_K, with q from 0 to 31
+    Q6_K: 256 weights in 16 groups of 16, d * s * (q - 32), with q from 0 to 63
 
-d and e are float16, s and m whole numbers of 6 bits. Each is an affine code of groups of 32
-weights, as `kernels.packed_linear` multiplies them; the codes are put in its order once. Codes
-of 5 bits take 8. The scales stay as small as they are and are expanded to float32 at each product,
-which holds them exactly.
+d and e are float16, s and m whole numbers of 6 bits, in Q6_K of 8 bits with a sign. Each format is
+an affine code of groups of weights, as `kernels.packed_linear` multiplies them; the codes are put
+in its order once. Codes of 5 bits take 6. The scales stay as small as they are and are expanded to
+float32 at each product, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -20,21 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keyhole.kernels import PackedWeight
+from keyhole.kernels import PackedWeight, join_codes
 
-#: Weights that share a scale and a minimum in all formats.
+#: Weights of a group of Q4_K and Q5_K.
 _GROUP = 32
-#: Groups of a block of Q4_K and Q5_K.
-_GROUPS = 8
 
 
 class BlockWeight(NamedTuple):
     """A weight [O, I] in blocks, with I a multiple of 64.
 
     codes: uint8 [O, I * bits / 8], as in `PackedWeight`. block_scales: float16 numbers, as their
-    bytes: uint8 [O, I / 32, 2] the scale of each block, or [O, I / 256, 4] the scale of a block's
-    scales and that of its minimums. group_scales: uint8 [O, I / 32, 2], the scale and the minimum
-    of each group in these; [O, 0, 2] for blocks of one group. bits: 4 or 8.
+    bytes: uint8 [O, I / 32, 2] the scale of each block; or [O, I / 256, 2] that of a block's
+    scales; or [O, I / 256, 4], and that of its minimums. group_scales: in these, int8 [O, I / 16,
+    1] the scale of each group, or uint8 [O, I / 32, 2] its scale and minimum; [O, 0, 2] for blocks
+    of one group. bits: 4, 6 or 8. Without minimums a code stands for itself less 2**bits / 2.
     """
 
     codes: Tensor
@@ -50,13 +50,12 @@ class BlockWeight(NamedTuple):
     def expand(self) -> PackedWeight:
         """The same weight with scales and minimums of all groups, in float32."""
         scales = self.block_scales.view(torch.float16).float()
-        if not self.group_scales.shape[1]:
-            scale = scales[..., 0]
-            return PackedWeight(self.codes, scale, scale * -(1 << self.bits - 1), self.bits)
-        groups = self.group_scales.unflatten(1, (-1, _GROUPS))
-        both = scales[:, :, None] * groups
-        scale, minimum = both.flatten(1, 2).unbind(2)
-        return PackedWeight(self.codes, scale.contiguous(), minimum.neg(), self.bits)
+        if self.group_scales.shape[1]:
+            groups = self.group_scales.unflatten(1, (scales.shape[1], -1))
+            scales = (scales[:, :, None] * groups).flatten(1, 2)
+        scale, *minimums = scales.unbind(2)
+        minimum = minimums[0].neg() if minimums else scale * -(1 << self.bits - 1)
+        return PackedWeight(self.codes, scale.contiguous(), minimum, self.bits)
 
 
 def from_q8_0(data: Tensor) -> BlockWeight:
@@ -89,11 +88,28 @@ def from_q5_k(data: Tensor) -> BlockWeight:
     blocks = data.unflatten(1, (-1, 176))
     # Bit g of byte j is the fifth bit of weight j of group g; two groups share each 32 bytes of
     # lower bits.
-    groups = torch.arange(_GROUPS, dtype=torch.uint8, device=data.device)
-    fifth = (blocks[..., 16:48].unsqueeze(-2) >> groups[:, None]) & 1
+    fifth = blocks[..., None, 16:48] >> _shifts(data, 8, 1) & 1
     lower = blocks[..., 48:].unflatten(2, (-1, _GROUP))
     codes = torch.stack([lower & 15, lower >> 4], 3).flatten(2, 3) | fifth << 4
-    return BlockWeight(codes.flatten(1), blocks[..., :4].contiguous(), _groups(blocks), 8)
+    codes = join_codes(codes.flatten(1), 6)
+    return BlockWeight(codes, blocks[..., :4].contiguous(), _groups(blocks), 6)
+
+
+def from_q6_k(data: Tensor) -> BlockWeight:
+    """Q6_K from the bytes of its rows, uint8 [O, I / 256 * 210]."""
+    blocks = data.unflatten(1, (-1, 210))
+    # Of each 128 weights, byte j holds the lower bits of weights j and j + 64; byte j of the upper
+    # bits holds those of weights j, j + 32, j + 64 and j + 96, from below.
+    lower = blocks[..., :128].unflatten(2, (2, 1, 64)) >> _shifts(data, 2, 4) & 15
+    upper = blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> _shifts(data, 4, 2) & 3
+    codes = join_codes(lower.flatten(1) | upper.flatten(1) << 4, 6)
+    scales = blocks[..., 192:208].reshape(len(data), -1, 1).view(torch.int8)
+    return BlockWeight(codes, blocks[..., 208:].contiguous(), scales, 6)
+
+
+def _shifts(data: Tensor, count: int, bits: int) -> Tensor:
+    """By how much `count` parts of a byte are shifted, uint8 [count, 1]."""
+    return torch.arange(0, count * bits, bits, dtype=torch.uint8, device=data.device)[:, None]
 
 
 def _groups(blocks: Tensor) -> Tensor:
@@ -112,4 +128,10 @@ def _no_groups(data: Tensor) -> Tensor:
 
 
 #: How each format is read, by its name.
-FORMATS = {"Q8_0": from_q8_0, "Q4_0": from_q4_0, "Q4_K": from_q4_k, "Q5_K": from_q5_k}
+FORMATS = {
+    "Q8_0": from_q8_0,
+    "Q4_0": from_q4_0,
+    "Q4_K": from_q4_k,
+    "Q5_K": from_q5_k,
+    "Q6_K": from_q6_k,
+}

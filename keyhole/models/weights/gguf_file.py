@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from keyhole.errors import ModelError
 from keyhole.models import checkpoint, families
+from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
 from keyhole.models.weights import blocks
 from keyhole.models.weights.blocks import BlockWeight
@@ -69,15 +70,35 @@ def keeps_blocks(found: ModelFiles, config: Any) -> bool:
     """
     if found.gguf is None or found.adapter is not None or families.recurrent_layers(config):
         return False
-    from gguf import GGUFReader  # an extra, which other models do not need
-
-    try:
-        reader = GGUFReader(found.config)
-    except (OSError, ValueError, IndexError):  # damaged: transformers says so
-        return False
+    reader = open_file(found.config)
     kinds = {tensor.tensor_type.name for tensor in reader.tensors}
     known = _architecture(reader) in GGUF_SUPPORTED_ARCHITECTURES
     return known and bool(kinds & blocks.FORMATS.keys())
+
+
+def open_file(path: Path) -> Any:
+    """The reader of a GGUF file.
+
+    ModelError for a damaged one. That tensors follow each other without a gap, as the format says,
+    the package does not check; a tensor with the wrong format is noticed by it.
+    """
+    from gguf import GGUFReader  # an extra, which other models do not need
+
+    try:
+        reader = GGUFReader(path)
+        end = int(reader.data_offset)
+        for tensor in reader.tensors:
+            if tensor.data_offset != end:
+                raise ValueError(
+                    f"tensor {tensor.name!r} begins at byte {tensor.data_offset:,}, the one before "
+                    f"it ends at {end:,}"
+                )
+            end = -(-(end + int(tensor.n_bytes)) // int(reader.alignment)) * int(reader.alignment)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ModelError(
+            f"the file {str(path)!r} cannot be read: {type(error).__name__}: {error}; {DAMAGED}"
+        ) from error
+    return reader
 
 
 def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[Any, dict[str, Any]]:
@@ -128,34 +149,95 @@ def _with_room(family: type[Any], kept: dict[str, BlockWeight], dtype: torch.dty
     return type(family.__name__, (family,), members)
 
 
+class _File(NamedTuple):
+    """A GGUF file beside the model that takes its weights.
+
+    names: the model's name of each tensor. tables: modules whose matrices can be kept, and the
+    length of a row.
+    """
+
+    reader: Any
+    processor: Any
+    names: dict[str, str]
+    tables: dict[str, int]
+
+    @classmethod
+    def open(cls, path: Path, plain: Any) -> _File:
+        """The file of a model that is given without memory."""
+        reader = open_file(path)
+        config = load_gguf_checkpoint(str(path))["config"]
+        kind = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
+        processor = kind(config=config)
+        names = get_gguf_hf_weights_map(plain, processor)
+        return cls(reader, processor, names, dict(_tables(plain)))
+
+    def module(self, tensor: Any) -> str:
+        """The module of the model whose weight a tensor is."""
+        return self.names.get(tensor.name, "").removesuffix(_WEIGHT)
+
+    def kept_rows(self, tensor: Any) -> np.ndarray[Any, Any] | None:
+        """The row of the file that is each row of the model; None if blocks cannot be kept."""
+        length = self.tables.get(self.module(tensor), 1)
+        if tensor.tensor_type.name not in blocks.FORMATS or length % BLOCK:
+            return None
+        return self._order_of_rows(tensor.name, len(tensor.data))
+
+    def process(self, name: str, numbers: Any, state: dict[str, Tensor]) -> Any:
+        """A tensor's numbers as the model has them; some go into `state` instead."""
+        return self.processor.process(
+            weights=numbers,
+            name=name,
+            tensor_key_mapping=self.names,
+            parsed_parameters={"tensors": state},
+        )
+
+    def _order_of_rows(self, name: str, count: int) -> np.ndarray[Any, Any] | None:
+        """The order of `kept_rows`; None if the model changes more than the order of rows.
+
+        Found by a table of numbers in place of the weights.
+        """
+        numbers = np.arange(2 * count).reshape(count, 2)
+        found = self.process(name, numbers.copy(), {})
+        if found.name != name or np.shape(found.weights) != numbers.shape:
+            return None
+        rows: np.ndarray[Any, Any] = found.weights[:, 0] // 2
+        return rows if np.array_equal(found.weights, numbers[rows]) else None
+
+
+def kept_size(found: ModelFiles, plain: Any) -> KeptSize:
+    """What stays in blocks of a model on a CPU, which is given without memory."""
+    if not keeps_blocks(found, plain.config):
+        return KeptSize()
+    file = _File.open(found.config, plain)
+    num_bytes = num_weights = 0
+    for tensor in file.reader.tensors:
+        if file.kept_rows(tensor) is not None:
+            row = torch.zeros(1, tensor.data.shape[1], dtype=torch.uint8)
+            parts = blocks.FORMATS[tensor.tensor_type.name](row)[:3]
+            num_bytes += len(tensor.data) * sum(part.nbytes for part in parts)
+            num_weights += int(tensor.n_elements)
+    return KeptSize(num_weights, num_bytes)
+
+
 def _read(
     path: Path, plain: Any, dtype: torch.dtype
 ) -> tuple[dict[str, BlockWeight], dict[str, Tensor]]:
     """The weights that are kept, by module, and the other tensors, by name."""
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
 
-    reader = GGUFReader(path)
-    config = load_gguf_checkpoint(str(path))["config"]
-    kind = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
-    processor = kind(config=config)
-    names = get_gguf_hf_weights_map(plain, processor)
-    tables = dict(_tables(plain))
+    file = _File.open(path, plain)
     kept: dict[str, BlockWeight] = {}
     state: dict[str, Tensor] = {}
-    for tensor in reader.tensors:
-        known = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": state}}
-        module = names.get(tensor.name, "").removesuffix(_WEIGHT)
-        rows = None
-        if module in tables and tensor.tensor_type.name in blocks.FORMATS:
-            rows = _order_of_rows(processor, tensor.name, len(tensor.data), known)
-        if rows is not None and tables[module] % BLOCK == 0:
+    for tensor in file.reader.tensors:
+        rows = file.kept_rows(tensor)
+        if rows is not None:
             data = torch.from_numpy(np.ascontiguousarray(tensor.data[rows]))
-            kept[module] = blocks.FORMATS[tensor.tensor_type.name](data)
+            kept[file.module(tensor)] = blocks.FORMATS[tensor.tensor_type.name](data)
             continue
-        numbers = dequantize(tensor.data, tensor.tensor_type)
-        found = processor.process(weights=numbers, name=tensor.name, **known)
-        if found.name in names:
-            state[names[found.name]] = torch.from_numpy(np.copy(found.weights)).to(dtype)
+        found = file.process(tensor.name, dequantize(tensor.data, tensor.tensor_type), state)
+        if found.name in file.names:
+            numbers = torch.from_numpy(np.copy(found.weights))
+            state[file.names[found.name]] = numbers.to(dtype)
     return kept, {name: tensor.to(dtype) for name, tensor in state.items()}
 
 
@@ -166,21 +248,6 @@ def _tables(network: Any) -> Iterator[tuple[str, int]]:
             yield name, module.in_features
         elif is_plain_embedding(module):
             yield name, module.embedding_dim
-
-
-def _order_of_rows(
-    processor: Any, name: str, count: int, known: dict[str, Any]
-) -> np.ndarray[Any, Any] | None:
-    """The row of the file that is each row of the model; None if it changes more than their order.
-
-    Found by a table of numbers in place of the weights.
-    """
-    numbers = np.arange(2 * count).reshape(count, 2)
-    found = processor.process(weights=numbers.copy(), name=name, **known)
-    if found.name != name or np.shape(found.weights) != numbers.shape:
-        return None
-    rows: np.ndarray[Any, Any] = found.weights[:, 0] // 2
-    return rows if np.array_equal(found.weights, numbers[rows]) else None
 
 
 def _make_room(module: Any, weight: BlockWeight, dtype: torch.dtype) -> None:

@@ -64,11 +64,37 @@ def test_products_are_those_of_the_stored_numbers(
 def test_a_weight_takes_the_bytes_of_the_file(kind: str) -> None:
     """Q4_K's scales have 6 bits in the file and a byte each in memory: 148 bytes instead of 144.
 
-    Q5_K's weights, too, have a byte each: 276 bytes instead of 176.
+    Q5_K's weights, too, have 6 bits instead of 5: 212 bytes instead of 176.
     """
     data = rows_of(kind, 8, 512, 0)
     held = sum(part.nbytes for part in FORMATS[kind](torch.from_numpy(data))[:3])
-    assert held <= data.nbytes * {"Q4_K": 148 / 144, "Q5_K": 276 / 176}.get(kind, 1)
+    assert held == data.nbytes * {"Q4_K": 148 / 144, "Q5_K": 212 / 176}.get(kind, 1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_that_end_within_a_block_are_refused(kind: str) -> None:
+    data = torch.from_numpy(rows_of(kind, 4, 512, 0))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        FORMATS[kind](data[:, :-1])
+
+
+def test_every_number_of_q6_k_is_its_definition() -> None:
+    """All codes under all scales, and scales of blocks that float16 just holds, in float64."""
+    scales = np.array([65504.0, -65504.0, 6e-8, -6e-5, 0.0], dtype=np.float16)
+    data = drawn("Q6_K", (64, 256 * len(scales)), 5).reshape(64, len(scales), 210)
+    data[..., 208:] = scales[:, None].view(np.uint8)
+    data[..., 192:208] = np.arange(64 * 16).reshape(64, 1, 16) % 256
+    wanted = np.empty((64, len(scales), 256))
+    for i in range(256):
+        # Of a half, 32 weights share a position in the bytes; `which` of their four follow in turn.
+        half, which, at = i // 128, i % 128 // 32, i % 32
+        lower = data[..., 64 * half + 32 * (which % 2) + at] >> 4 * (which // 2) & 15
+        upper = data[..., 128 + 32 * half + at] >> 2 * which & 3
+        codes = (lower + 16 * upper).astype(np.float64) - 32
+        of_group = data[..., 192 + i // 16].view(np.int8).astype(np.float64)
+        wanted[..., i] = scales.astype(np.float64) * of_group * codes
+    found = kernels.unpack(FORMATS["Q6_K"](torch.from_numpy(data.reshape(64, -1))).expand())
+    assert np.array_equal(found.numpy(), wanted.reshape(64, -1).astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -15,7 +15,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
-from tests.models.test_gguf import write
+from tests.models.test_gguf import MIXED, write
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
 pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
@@ -63,10 +63,16 @@ def adapted(folders: dict[str, Path], **settings: object) -> LLM:
     )
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
 def test_adapters_over_the_kept_blocks_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
     """One batch of both adapters and none, as with the file's weights unpacked."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+    width = 256 if kind in MIXED else 64
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": 4,
+        "head_dim": width // 4,
+    }
     base = Path(make_model("llama", tmp_path, tokenizer=True, num_key_value_heads=2, **sizes))
     write(base, tmp_path / "base.gguf", kind)
     places = {}

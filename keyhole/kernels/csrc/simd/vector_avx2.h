@@ -94,6 +94,15 @@ static inline Vector codes(const uint8_t* p) {
     return {_mm256_cvtepi32_ps(x)};
 }
 
+#include "six_bits_x86.h"
+// Codes of 6 bits, of a quarter of a block of 64 weights, as floats: see `Packed`.
+template <int quarter>
+static inline Vector six_bit_codes(const uint8_t* low, const uint8_t* high) {
+    const __m128i whole = six_bits<quarter>(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(whole))};
+}
+
 // Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));

@@ -86,6 +86,15 @@ static inline Vector codes(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(x)};
 }
 
+#include "six_bits_x86.h"
+// Codes of 6 bits, of a quarter of a block of 64 weights, as floats: see `Packed`.
+template <int quarter>
+static inline Vector six_bit_codes(const uint8_t* low, const uint8_t* high) {
+    const __m128i whole = six_bits<quarter>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
+                                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(whole))};
+}
+
 // Sixteen sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) {
     __m512 x[8], y[4];

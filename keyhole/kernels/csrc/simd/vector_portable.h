@@ -119,6 +119,12 @@ static inline Vector codes(const uint8_t* p) {
     KEYHOLE_EACH((float)(part == lower_half ? p[i] & 15 : part == upper_half ? p[i] >> 4 : p[i]));
 }
 
+// Codes of 6 bits, of a quarter of a block of 64 weights, as floats: see `Packed`.
+template <int quarter>
+static inline Vector six_bit_codes(const uint8_t* low, const uint8_t* high) {
+    KEYHOLE_EACH((float)((low[i] >> (quarter < 2 ? 0 : 4) & 15) | (high[i] >> 2 * quarter & 3) << 4));
+}
+
 // Eight sums: lane i of the result is the sum over a[i]. Inlined, so that they stay in registers.
 [[gnu::always_inline]] static inline Vector sums(const Vector* a) { KEYHOLE_EACH(total(a[i])); }
 
