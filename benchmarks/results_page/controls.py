@@ -140,8 +140,8 @@ def hops_section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str
             "The second bundled model has 8 layers, and in one of its tasks layers 3 and 4 look up "
             "what earlier ones have found. With layers 0 and 1 dense and an eighth of the text, "
             "neither the newest nor random tokens answer anything in these tasks, and the oracle "
-            "choice nearly everything: **here a method is right only if it selects well in the other layers**. "
-            "Controls, intervals and tests are those of the section above."
+            "choice nearly everything: **here a method is right only if it selects well in the "
+            "other layers**. Controls, intervals and tests are those of the section above."
         ),
         *parts,
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.results_page import controls as results_controls
-from benchmarks.results_page import controls_pictures, variations
+from benchmarks.results_page import controls_pictures, one_layer, variations
 
 Line = dict[str, Any]
 DENSE = [0, 1]
@@ -157,3 +157,16 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert names == {"equal": "claims-equal.png", "lengths": "answer-lengths.png"}
     controls_pictures.write(claims, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names.values())
+
+
+def test_a_layer_that_looks_something_up_is_a_column_with_wrong_answers() -> None:
+    every = [0, 1, 2]
+    sparse = [
+        line("streaming_llm", right, settings={"full_layers": [n for n in every if n != layer]})
+        for layer, right in enumerate([0, 20, 5])
+    ]
+    parts = one_layer.section([line("full", 20, None), *sparse])
+    table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[2].splitlines()]
+    assert table[0] == ["model", "task", "0", "1", "2"]
+    assert table[2] == ["`tiny`", "`tiny_derive`", "0", "100", "25"]
+    assert one_layer.section([line("full", 20, None)]) == []
