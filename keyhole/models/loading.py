@@ -343,7 +343,12 @@ def _read_whole_config(found: ModelFiles) -> Any:
     if found.gguf is not None:
         gguf_file.require_packages()
     try:
-        return AutoConfig.from_pretrained(found.name, **found.options)
+        config = AutoConfig.from_pretrained(found.name, **found.options)
+        if found.gguf is not None:
+            gguf_file.complete(config, found.config)
+        return config
+    except ModelError:
+        raise
     except Exception as error:  # any library involved may raise its own error
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
