@@ -102,7 +102,7 @@ def load(
     """
     place, number = one_device(device), _dtype(dtype)  # before anything is downloaded
     _require_cpu(weight_format(weights), place)
-    require_alone(device_map, device, adapters)
+    require_alone(device_map, device)
     return load_files(locate(name), place, number, tokenizer, accept, weights, adapters, device_map)
 
 

@@ -292,7 +292,6 @@ def test_auto_without_a_gpu_is_refused(make: Callable[[str], str]) -> None:
         ({"draft": "ngram"}, "draft 'ngram' cannot be used with device_map"),
         ({"total_memory": "1GiB"}, "total_memory 1073741824 cannot be used with device_map"),
         ({"device": "cpu"}, "device 'cpu' goes without device_map"),
-        ({"adapters": {"a": "folder"}}, "adapters= cannot be used with device_map"),
     ],
 )
 def test_what_has_data_on_one_device_is_refused(
