@@ -150,7 +150,6 @@ def settings(
     named = {
         "offload": config.offload,
         "total_memory": config.total_memory,
-        "draft": config.draft,
         "prefill_policy": config.prefill_policy,
     }
     for name, value in named.items():
