@@ -66,10 +66,12 @@ class MemoryModel:
     buffer_tokens: the resident places of an offloaded layer.
     weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
-    side_page_bytes: side data of a page, in all layers. request_bytes: per request, independent of
-    its length. staging_bytes: buffers for copies between the tiers, allocated while a layer is
-    offloaded. document_bytes: stored documents that stay in the cache's memory. runtime_bytes: the
-    rest, such as a step's activations or a CUDA context.
+    side_page_bytes: side data of a page, in all layers. list_page_bytes: what a page and its tokens
+    take beside the tensors (ids, page numbers, the index of prefixes), and the scores of its tokens
+    in a step. request_bytes: per request, independent of its length. staging_bytes: buffers for
+    copies between the tiers, allocated while a layer is offloaded. document_bytes: stored documents
+    that stay in the cache's memory. runtime_bytes: the rest, such as a step's activations or a CUDA
+    context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -82,6 +84,7 @@ class MemoryModel:
     weight_factor: Fraction = Fraction(1)
     head_token_bytes: int = 0
     side_page_bytes: int = 0
+    list_page_bytes: int = 0
     request_bytes: int = 0
     staging_bytes: int = 0
     document_bytes: int = 0
@@ -135,6 +138,7 @@ class MemoryModel:
         page_size: int,
         weight_bytes: int,
         page_data_bytes: int = 0,
+        list_page_bytes: int = _TABLE_BYTES,
         head_weight_bytes: int = 0,
         request_bytes: int = 0,
         staging_bytes: int = 0,
@@ -154,7 +158,8 @@ class MemoryModel:
             page_size=page_size,
             weight_bytes=weight_bytes,
             head_weight_bytes=head_weight_bytes,
-            side_page_bytes=page_data_bytes + _TABLE_BYTES,
+            side_page_bytes=page_data_bytes,
+            list_page_bytes=list_page_bytes,
             request_bytes=request_bytes,
             staging_bytes=staging_bytes,
             document_bytes=document_bytes,
@@ -191,6 +196,7 @@ class MemoryModel:
             "keys_values": tokens * self._token_bytes(offloaded),
             "head_keys": tokens * self.head_token_bytes,
             "side_data": pages * self.side_page_bytes,
+            "lists": pages * self.list_page_bytes,
             "buffers": self.requests * self.buffer_tokens * slots,
             "requests": self.requests * self.request_bytes,
             "staging": self.staging_bytes if offloaded else 0,
@@ -199,7 +205,9 @@ class MemoryModel:
         }
 
     def cache_bytes(self, pages: int, offloaded: int) -> int:
-        """The terms of the KV cache: keys and values, side data, buffers, staging, documents."""
+        """The terms of the KV cache: keys and values, side data and lists, buffers, staging,
+        documents.
+        """
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:
@@ -261,7 +269,7 @@ class MemoryModel:
 
     def _page_bytes(self, offloaded: int) -> int:
         tokens = self._token_bytes(offloaded) + self.head_token_bytes
-        return self.page_size * tokens + self.side_page_bytes
+        return self.page_size * tokens + self.side_page_bytes + self.list_page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

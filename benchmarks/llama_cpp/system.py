@@ -131,7 +131,7 @@ class Llama:
             "kv_bytes": float(len(self._next) * (self._context + 1) * self._token_bytes),
             "other_bytes": 0.0,
             "attended_fraction": 1.0,
-            "launches": measure.launches(0, measure.OUTSIDE),
+            "launches": measure.launches(0, "another process computes on a CPU"),
             "weight_bytes": self._file_bytes,
             "cache_bytes": self.cache_bytes,
             "workspace_bytes": 0,

@@ -43,7 +43,7 @@ from benchmarks.offload.loading import (
 from benchmarks.offload.settings import OffloadSettings
 from keyhole.bench import decode, measure
 from keyhole.bench.decode import TOLERANCE, allowed
-from keyhole.bench.measure import Launches, Report, Result, Turn, together
+from keyhole.bench.measure import Launches, Report, Result, Turn
 from keyhole.bench.model import (
     RESERVE_BYTES,
     RandomKV,
@@ -308,6 +308,13 @@ def measure_budget(
         }
         for name in SYSTEMS
     ]
+
+
+def together(parts: Sequence[Launches]) -> Launches:
+    """The launches of several measurements of one system, combined."""
+    reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
+    steps = sum(part["replayed_steps"] for part in parts)
+    return measure.launches(steps, reasons[0] if reasons else None)
 
 
 def _timed(

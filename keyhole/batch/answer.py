@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.batch.lines import BatchRequest
+from keyhole.batch.files import BatchRequest
 from keyhole.server.app import create_app
 from keyhole.server.settings import ServerConfig
 

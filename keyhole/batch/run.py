@@ -14,8 +14,7 @@ from tqdm.auto import tqdm
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.batch.answer import answers, batch_app
-from keyhole.batch.lines import BatchRequest, Shard, read_lines, requests_of
-from keyhole.batch.output import BatchOutput, is_answer
+from keyhole.batch.files import BatchOutput, BatchRequest, Shard, is_answer, read_lines, requests_of
 from keyhole.errors import ConfigError
 from keyhole.llm import LLM
 

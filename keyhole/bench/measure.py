@@ -262,8 +262,6 @@ Launches = dict[str, Any]
 
 #: Why the baselines' steps are not replayed, unless the benchmark captures them.
 THEIRS = "transformers launches its operations one by one"
-#: The same for a system in another process.
-OUTSIDE = "another process computes on a CPU"
 
 
 class NotRecordedError(KeyholeError):
@@ -293,10 +291,3 @@ def checked(who: str, engine: Engine, before: int, device: torch.device) -> Laun
             f"one: {why_not or 'no step was of a kind that is recorded'}"
         )
     return launches(replayed, why_not)
-
-
-def together(parts: Sequence[Launches]) -> Launches:
-    """The launches of several measurements of one system, combined."""
-    reasons = [part["why_not"] for part in parts if part["why_not"] is not None]
-    steps = sum(part["replayed_steps"] for part in parts)
-    return launches(steps, reasons[0] if reasons else None)

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     EngineConfig(**flags.settings_of(arguments, EngineConfig))
     make_policy(arguments.policy)
     flags.find_model(arguments)
-    from keyhole.batch.lines import Shard
+    from keyhole.batch.files import Shard
     from keyhole.batch.run import run_batch
 
     done = run_batch(

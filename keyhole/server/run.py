@@ -24,10 +24,9 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
-from keyhole.server.engine_process import EngineServer
-from keyhole.server.remote import Link, RemoteLLM
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State
+from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
 
 logger = logging.getLogger("keyhole.server")
 

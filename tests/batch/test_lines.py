@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.batch.lines import URLS, BatchLine, Shard, lines_of, read_request, requests_of
+from keyhole.batch.files import URLS, BatchLine, Shard, lines_of, read_request, requests_of
 from keyhole.errors import ConfigError
 
 GOOD = {"custom_id": "a", "method": "POST", "url": URLS[0], "body": {"messages": []}}

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.batch.lines import BatchLine
-from keyhole.batch.output import BatchOutput, as_line
+from keyhole.batch.files import BatchLine, BatchOutput, as_line
 from keyhole.errors import ConfigError, StorageFullError
 
 

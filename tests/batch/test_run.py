@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole import LLM, SamplingParams
-from keyhole.batch.lines import Shard
-from keyhole.batch.output import BatchOutput
+from keyhole.batch.files import BatchOutput, Shard
 from keyhole.batch.run import BatchOutcome, run_batch
 from keyhole.errors import ConfigError
 from tests.checkpoints import make_model

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.offload.loading import ForcedText, Loading
+from benchmarks.offload.run import together
 from benchmarks.paper.page import section
 from keyhole.bench import measure, model
-from keyhole.bench.measure import NotRecordedError, checked, launches, together
+from keyhole.bench.measure import NotRecordedError, checked, launches
 from keyhole.bench.settings import DecodeSettings
 from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.engine import engine as core

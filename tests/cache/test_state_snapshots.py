@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from keyhole.cache.recurrent_state import RecurrentState
-from keyhole.cache.state_snapshots import StateSnapshots
+from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
 
 PAGE = 4
 TOKENS = list(range(20))

@@ -5,6 +5,7 @@ Here a recording is run again over its fixed inputs (`RunAgain`); tests/gpu has 
 
 from __future__ import annotations
 
+import bisect
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,17 @@ def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int)
     """The least memory with room for all of `COMING` once the last layer is below."""
     wanted = sum(-(-(length + count) // PAGE) for _, length, count in COMING[:max_batch]) + 1
     page_bytes = make_engine(model, policy).cache.page_bytes
-    settings = {"offload": str(folder), "max_batch": max_batch}
-    # A row of buffers more, as where steps are recorded.
-    for pages in range(wanted // 4, wanted + 20):
-        settings["memory"] = pages * page_bytes
-        engine = make_engine(model, policy, **settings | {"max_batch": max_batch + 1})
-        if engine.cache.max_pages >= wanted:
-            return settings
-    raise AssertionError("no memory is enough")
+    settings = {"offload": str(folder)}
+
+    def room(pages: int) -> int:
+        memory = pages * page_bytes
+        # A row of buffers more, as where steps are recorded.
+        engine = make_engine(model, policy, **settings, memory=memory, max_batch=max_batch + 1)
+        return engine.cache.max_pages
+
+    tried = range(wanted // 4, wanted + 20)
+    least = tried[bisect.bisect_left(tried, wanted, key=room)]
+    return {**settings, "memory": least * page_bytes, "max_batch": max_batch}
 
 
 @pytest.mark.one_in(5)

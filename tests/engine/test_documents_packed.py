@@ -116,6 +116,7 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
     return held, kept
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
 def test_a_question_holds_what_its_layers_keep(
@@ -135,6 +136,7 @@ def test_a_question_holds_what_its_layers_keep(
         finish(llm, sequence)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [None, "quest", "delta", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 32])
 def test_filling_holds_little_more_than_what_is_kept(
@@ -251,14 +253,13 @@ def test_offloaded_layers_read_the_same_tokens_packed(name: str, folder: Path) -
         assert sequence.stats().moved_bytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*ACROSS_LAYERS, "quest"])
 def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path) -> None:
     """A question that is filled holds every page that any layer needs, then only what it keeps."""
     policy = make_policy(name, ACROSS_LAYERS.get(name, {"token_budget": 64}))
-    place, params = (
-        folder / f"pressed {name}",
-        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
-    )
+    place = folder / f"pressed {name}"
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
     def add(llm: LLM, stack: ExitStack, names: list[str]) -> Sequence:
         method = SAM_KV.resolve(llm.engine.geometry)
@@ -268,7 +269,7 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
     orders = [NAMES[i:] + NAMES[:i] for i in range(4)]  # so that nothing is shared
 
     with ExitStack() as stack:
-        llm = started(place, 6, policy, prefix_cache=False)
+        llm = started(place, 4, policy, prefix_cache=False)
         alone = []
         for names in orders:
             alone.append(add(llm, stack, names))
@@ -278,7 +279,7 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
         kept = int(alone[0].reused.held_ratio * len(NAMES) * LENGTH) // 4 + 20
         filling = llm.engine.cache.peak_pages
         memory = (kept + filling) * llm.engine.cache.page_bytes
-        pressed = started(place, 6, policy, memory=memory, prefix_cache=False)
+        pressed = started(place, 4, policy, memory=memory, prefix_cache=False)
         sequences, most = [add(pressed, stack, names) for names in orders], 0
         while pressed.engine.has_work:
             pressed.engine.step()
@@ -289,6 +290,7 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
             assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["full", "quest", "delta", "spe_context"])
 def test_questions_that_grow_and_are_preempted_answer_as_alone(
@@ -310,7 +312,7 @@ def test_questions_that_grow_and_are_preempted_answer_as_alone(
         return llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
 
     with ExitStack() as stack:
-        llm = started(place, 6, policy, prefix_cache=False)
+        llm = started(place, 4, policy, prefix_cache=False)
         cache, alone, held = llm.engine.cache, [], []
         for names in orders:
             alone.append(add(llm, stack, names))

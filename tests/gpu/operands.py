@@ -38,6 +38,8 @@ LATENTS = ((1, 20, 96, 40), (1, 6, 24, 16))
 if not INTERPRETED:
     LATENTS += ((1, 16, 576, 512),)
     SHAPES += ((8, 4, 128, 128), (2, 2, 256, 256), (1, 128, 576, 512))
+#: Of prompts. A program has one query head: the interpreter runs few, a GPU as many as in decoding.
+PROMPTS = tuple((h, min(g, 3), *dims) for h, g, *dims in SHAPES) if INTERPRETED else SHAPES
 #: For cases that no shape distinguishes: every dtype in turn, except in a quick compiler check.
 EACH_DTYPE = DTYPES[2:] if COMPILED == "few" else DTYPES
 

@@ -17,6 +17,7 @@ from tests.gpu.operands import (
     MARKS,
     MLA,
     PAGE,
+    PROMPTS,
     SHAPES,
     Cache,
     cases,
@@ -89,7 +90,7 @@ def test_latents_with_a_selection_per_query_head(
 
 
 @pytest.mark.one_in(5)
-@cases(SHAPES)
+@cases(PROMPTS)
 @pytest.mark.parametrize("quantised", [None, torch.int8, torch.uint8])
 def test_a_prompt_over_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, quantised: torch.dtype | None
@@ -115,7 +116,7 @@ def test_a_prompt_over_blocks(
 
 
 @pytest.mark.one_in(5)
-@cases(SHAPES)
+@cases(PROMPTS)
 @pytest.mark.parametrize("quantised", [None, torch.int8, torch.uint8])
 @pytest.mark.parametrize("window", [None, 40])
 def test_tokens_at_any_positions_over_chosen_ones(

@@ -101,7 +101,7 @@ def test_in_prompt_chunks(family: str, chunk: int) -> None:
 
 def test_in_blocks_of_a_chunk_and_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_attention, "_NUMBERS", 3 * 64)
-    monkeypatch.setattr("keyhole.kernels.composed.indexer._PRODUCTS", 1)
+    monkeypatch.setattr("keyhole.kernels.composed.blocks._PRODUCTS", 1)
     engine = engine_of("glm_moe_dsa")
     sequences = [add(engine, text) for text in texts()]
     run(engine)

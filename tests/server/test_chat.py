@@ -92,6 +92,7 @@ def test_a_tool_that_must_be_called_is_called(
     assert reason == "tool_calls"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_of_several_tools_is_called_when_required(
     client: openai.OpenAI, template: Any, form: str

@@ -15,8 +15,7 @@ import pytest
 
 from keyhole import LLM, ConfigError, KeyholeError, RequestError, SamplingParams
 from keyhole.errors import StorageFullError, UnknownNameError
-from keyhole.server.engine_process import EngineServer
-from keyhole.server.remote import Link, RemoteLLM
+from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
 from tests.checkpoints import make_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

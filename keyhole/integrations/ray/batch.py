@@ -27,15 +27,16 @@ from ray.data import ActorPoolStrategy
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.batch.answer import SETTINGS, answers, batch_app
-from keyhole.batch.lines import (
+from keyhole.batch.files import (
     REPEATED,
     BatchLine,
     BatchRequest,
+    as_line,
+    is_answer,
     lines_of,
     read_request,
     requests_of,
 )
-from keyhole.batch.output import as_line, is_answer
 from keyhole.batch.run import BatchOutcome
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.replica import make_llm

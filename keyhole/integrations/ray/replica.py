@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
@@ -16,10 +17,10 @@ from ray.serve.metrics import Gauge
 
 from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
-from keyhole.integrations.ray.conversations import SharedHistory
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
+from keyhole.server.responses.history import MOST_KEPT, History
 from keyhole.server.run import SWITCH_S
 from keyhole.server.state import State
 
@@ -182,3 +183,40 @@ async def _copy(registry: CollectorRegistry, gauges: dict[str, Gauge]) -> None:
                 keys = tuple(sample.labels)
                 gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
             gauges[sample.name].set(sample.value, tags=dict(sample.labels))
+
+
+_Kept = tuple[str, list[dict[str, Any]]]
+
+
+class Conversations:
+    """A deployment of one replica without CPUs: the API key and messages up to each response."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def put(self, name: str, kept: _Kept) -> None:
+        """Keeps a conversation; drops the oldest."""
+        self._kept[name] = kept
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+
+    def get(self, name: str) -> _Kept | None:
+        """The conversation, or None for an unknown response."""
+        return self._kept.get(name)
+
+
+class SharedHistory(History):
+    """A replica's history; `unshared` has the entries that other replicas do not know yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unshared: dict[str, _Kept] = {}
+
+    def add(self, name: str, key: str, messages: list[dict[str, Any]]) -> None:
+        """Adds an entry here and in `unshared`, from which the replica sends it to the others."""
+        super().add(name, key, messages)
+        self.unshared[name] = key, messages
+
+    def learn(self, name: str, kept: _Kept) -> None:
+        """Adds an entry from another replica."""
+        super().add(name, *kept)

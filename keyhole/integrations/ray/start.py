@@ -14,9 +14,8 @@ from ray.serve.config import RequestRouterConfig
 from keyhole.config import EngineConfig
 from keyhole.errors import KeyholeError
 from keyhole.exactness_gate import require
-from keyhole.integrations.ray.conversations import Conversations
 from keyhole.integrations.ray.front import Front
-from keyhole.integrations.ray.replica import Replica, reason
+from keyhole.integrations.ray.replica import Conversations, Replica, reason
 from keyhole.integrations.ray.routing import AffinityRouter
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.models import families

@@ -18,8 +18,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.integrations.vllm.counters import ReadCounters
 from keyhole.integrations.vllm.page_policy import page_data_shapes
-from keyhole.integrations.vllm.step_rows import StepRows
-from keyhole.integrations.vllm.tables import Tables, tables_of
+from keyhole.integrations.vllm.step_rows import StepRows, Tables, tables_of
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
 #: Combines the scores of all tensor-parallel ranks, in place: scores and "max" or "sum".

@@ -33,8 +33,7 @@ from keyhole.integrations.vllm.counters import ReadCounters
 from keyhole.integrations.vllm.metrics import counters_path
 from keyhole.integrations.vllm.page_policy import page_policy
 from keyhole.integrations.vllm.settings import PluginSettings, read_settings
-from keyhole.integrations.vllm.step_rows import Requests, StepRows, step_rows
-from keyhole.integrations.vllm.tables import Tables
+from keyhole.integrations.vllm.step_rows import Requests, StepRows, Tables, step_rows
 
 logger = init_logger("vllm.keyhole")  # a child of vLLM's logger, which has a handler
 

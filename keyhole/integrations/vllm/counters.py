@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.integrations.vllm.tables import Tables
+from keyhole.integrations.vllm.step_rows import Tables
 from keyhole.policies.base import Step
 
 #: Order of the numbers, float64 each.

@@ -2,12 +2,13 @@
 
 from keyhole.kernels import cpu, cpu_attention
 from keyhole.kernels.composed import low_rank
-from keyhole.kernels.composed.antidiagonals import antidiagonal_scores
 from keyhole.kernels.composed.blocks import (
     add_received,
+    antidiagonal_scores,
     between_ends,
     block_pages,
     block_scores,
+    index_scores,
     pool_keys,
     represent_blocks,
 )
@@ -18,7 +19,6 @@ from keyhole.kernels.composed.clusters import (
     cluster_scores_per_query_head,
     form_clusters,
 )
-from keyhole.kernels.composed.indexer import index_scores
 from keyhole.kernels.composed.low_rank import (
     Rotation,
     chunk_landmarks,

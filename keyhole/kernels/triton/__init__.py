@@ -9,8 +9,8 @@ the reference, and so does everything except `prefill` where Triton is missing o
     append      one program per new token and KV head
     attend      one per sequence, KV head, block of its query heads and split of the tokens; then
                 one per query head that combines the splits (`kv_splits`)
-    block_prefill  one per query head and tile of queries, over the blocks selected for them
-    chosen_prefill  the same over a list of tokens, each query's up to its own position
+    sparse_prefill  one per query head and tile of queries, over the blocks selected for them, or
+                over a list of tokens, each query's up to its own position
     scores      the same, storing the scores, and one per block of tokens that computes the weights
     bounds      one per page and KV head; one per sequence, KV head and block of pages
     top_k       one per row of scores and block of its entries; six launches
@@ -46,8 +46,8 @@ _MODULES = {
     "attend_and_score": "scores",
     "head_scores": "scores",
     "prefill": "flash_attention",
-    "block_sparse_prefill": "block_prefill",
-    "sparse_prefill": "chosen_prefill",
+    "block_sparse_prefill": "sparse_prefill",
+    "sparse_prefill": "sparse_prefill",
     "page_bounds": "page_selection",
     "bound_scores": "page_selection",
     "top_k": "page_selection",

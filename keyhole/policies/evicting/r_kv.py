@@ -47,8 +47,13 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
 from keyhole.policies.base import Selection, Step
-from keyhole.policies.evicting import recent_queries
-from keyhole.policies.evicting.page_budget import PageBudget
+from keyhole.policies.evicting.base import (
+    PageBudget,
+    keep_newest,
+    last_queries,
+    query_state,
+    require_kernel,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +88,7 @@ class RKV(PageBudget):
         require(good, "mix_lambda", self.mix_lambda, "a number from 0 to 1")
         good = is_number(self.threshold) and -1 <= self.threshold <= 1
         require(good, "threshold", self.threshold, "a cosine, from -1 to 1")
-        recent_queries.require_kernel(self.kernel_size)
+        require_kernel(self.kernel_size)
         return dataclasses.replace(self, observation_window=window)
 
     @classmethod
@@ -94,13 +99,11 @@ class RKV(PageBudget):
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The last queries of every layer with full attention."""
         assert self.observation_window is not None, "settled by resolve"
-        return recent_queries.query_state(
-            geometry, geometry.full_attention, self.observation_window
-        )
+        return query_state(geometry, geometry.full_attention, self.observation_window)
 
     def on_queries(self, layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
         """Keeps the newest tokens' queries."""
-        recent_queries.keep_newest(layer, query, step, options)
+        keep_newest(layer, query, step, options)
 
     def capture_key(self, step: Step) -> Hashable:
         """None where a page is evicted: its scores are computed by the host's loop."""
@@ -135,7 +138,7 @@ class RKV(PageBudget):
         names = [n for n in step.sequences.state if n.startswith("query ")]
         for layer in (int(name.split()[1]) for name in names):
             scores = kernels.redundancy_scores(
-                recent_queries.last_queries(layer, step, row, length),
+                last_queries(layer, step, row, length),
                 step.cache.keys[layer],
                 pages,
                 kernel_size=self.kernel_size,

@@ -48,7 +48,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_number, require, setting
 from keyhole.policies.base import ScoreRequest, Selection, Step
-from keyhole.policies.evicting.page_budget import PageBudget
+from keyhole.policies.evicting.base import PageBudget
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -41,7 +41,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policies.base import Policy, PromptQueries, Selection, Step
-from keyhole.policies.evicting import recent_queries
+from keyhole.policies.evicting.base import keep_prompt, last_queries, query_state, require_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class SnapKV(Policy):
         window = max(1, min(32, budget // 4)) if window is None else window
         right = f"from 1 to below token_budget {budget}"
         require(is_count(window) and window < budget, "observation_window", window, right)
-        recent_queries.require_kernel(self.kernel_size)
+        require_kernel(self.kernel_size)
         require(self.pooling in ("avg", "max"), "pooling", self.pooling, "avg or max")
         return dataclasses.replace(self, observation_window=window)
 
@@ -90,7 +90,7 @@ class SnapKV(Policy):
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The last queries of every sparse layer."""
-        return recent_queries.query_state(geometry, self.offloadable(geometry), self._window)
+        return query_state(geometry, self.offloadable(geometry), self._window)
 
     def reusable(self, known: int, page_size: int) -> int:
         """All but the window, whose queries are not stored with a cached prefix."""
@@ -101,7 +101,7 @@ class SnapKV(Policy):
     ) -> None:
         """Keeps the last queries of the prompt so far."""
         if layer not in self.full_layers:
-            recent_queries.keep_prompt(layer, queries, options)
+            keep_prompt(layer, queries, options)
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; None where tokens are chosen or lengths set shapes."""
@@ -129,7 +129,7 @@ class SnapKV(Policy):
     def _choose(self, layer: int, step: Step, row: int) -> None:
         """Ranks the tokens of the prompt of a sequence in its first decode step."""
         prompt = int(step.sequences.host_prompts[row])
-        query = recent_queries.last_queries(layer, step, row, prompt)
+        query = last_queries(layer, step, row, prompt)
         scores = kernels.observed_attention(
             query,
             step.cache.keys[layer],

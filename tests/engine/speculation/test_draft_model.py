@@ -206,13 +206,21 @@ def outcomes(network: Any, text: list[int], count: int, top_k: int) -> dict[tupl
     return shares
 
 
-@pytest.mark.parametrize("policy", [Full(), SpeContext(token_budget=48)], ids=lambda one: one.name)
-def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "draws"),
+    [
+        (SpeContext(token_budget=48), 1000),
+        pytest.param(SpeContext(token_budget=48), 3000, marks=pytest.mark.slow),
+        pytest.param(Full(), 3000, marks=pytest.mark.slow),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy, draws: int) -> None:
     """Pearson's chi-square test of three tokens, of which two are proposed.
 
     The budget is enough for all tokens.
     """
-    text, draws, count = prompt(12), 3000, 3
+    text, count = prompt(12), 3
     with torch.no_grad():
         shares = outcomes(network_of(model).double(), text, count, top_k=2)
     greedy = served(make_engine(model, Full()), ((0, text, 8),))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
-from keyhole.integrations.vllm.tables import Tables, tables_of
+from keyhole.integrations.vllm.step_rows import Tables, tables_of
 from keyhole.kernels import Selection
 from keyhole.policies.base import Step
 from tests.integrations.vllm.steps import make_step
