@@ -198,9 +198,9 @@ tiny-head: $(READY) ## trains its retrieval head and gate again
 	@.venv/bin/keyhole train-head --objective gate --length 4096 --tokens 1500000 --learning-rate 0.003 \
 	  --output runs/seer-gate
 
-tiny-draft: $(READY) ## trains the draft of "tiny-hops" again
-	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 \
-	  --tokens 500000 --length 512 --batch-tokens 1024 --num-queries 96 --output runs/hops-draft
+tiny-draft: $(READY) ## trains the draft of "tiny-hops" and its head again
+	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 --attention-weight 0.5 \
+	  --tokens 2000000 --length 8192 --batch-tokens 2048 --num-queries 96 --output runs/hops-draft
 
 # -qq: errors only.
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)

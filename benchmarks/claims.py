@@ -43,8 +43,6 @@ FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"):
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
-
-
 #: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
 HOPS_SAMPLES = 24
 #: Places of `tiny-hops`.
@@ -53,13 +51,12 @@ HOPS_PLACES = {
     ("tiny_walk2", "prompt"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (1024, 2048, 4096),
 }
-HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (2048,))
-#: Those that can have equal terms, and do not need a head or gate that was trained.
+HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (1024,))
+#: Those that can have equal terms, and those of them that can be as published.
 _HOPS_METHODS = (
     "quest,quest:share_group=False,delta,tidal_decode,tidal_decode:share_group=False,omnikv,infllm,"
-    "clusterkv,clusterkv:share_group=False,shadowkv,streaming_llm"
+    "clusterkv,clusterkv:share_group=False,shadowkv,spe_context,streaming_llm"
 )
-
 _HOPS_PUBLISHED = (
     "quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm,raas,r_kv,snapkv"
 )

@@ -57,8 +57,10 @@ _HOPS_TERMS = {
         "Layers 0 and 1 of 8 are dense for every method, and those that select once for several "
         "layers select in layer 1. Everywhere else 16 first tokens and the newest quarter of the "
         "budget are always read, and the budget counts every token. `raas`, `r_kv` and `snapkv` "
-        "evict a page from all layers at once and cannot keep layers dense, so they are not here; "
-        "`spe_context` is not, as this model has no retrieval head.",
+        "evict a page from all layers at once and cannot keep layers dense, so they are not here. "
+        "The head of `spe_context` is pruned from the model's draft, which was trained on this "
+        "model; no other method was trained. `share_group=False` selects for each query head, "
+        "as the authors do, and not for the heads of a group together.",
     ),
     HOPS + "tuned": (
         "Tuned",
