@@ -5,8 +5,8 @@
 Each text is an item of a task with the first part of its right answer, so that the model writes the
 last tokens of a text of the stated length. All proposals are verified by real steps: nothing is
 simulated. Systems: `full` without a draft, with prompt look-up (`ngram`) and with the draft, and
-`spe_context` at an eighth of the length, for which the same draft selects. The seeds are those of
-evaluations. One line is added to benchmarks/results/bundled-draft.jsonl.
+`spe_context`, for which the same draft selects a quarter of the text, or another share. The seeds
+are those of evaluations. One line is added to benchmarks/results/bundled-draft.jsonl.
 
 The model's eight narrow layers cost little more than the steps of the draft, so tokens per second
 say nothing about large models.
@@ -34,7 +34,13 @@ TASKS = ("derive", "walk", "walk2", "multiquery")
 LONGEST = {"walk": 2048, "walk2": 2048}
 #: Words that the model writes at the end of a text.
 WRITTEN = 128
-SYSTEMS = ("full", "full+ngram", "full+eagle3", "spe_context+eagle3")
+SYSTEMS = (
+    "full",
+    "full+ngram",
+    "full+eagle3",
+    "spe_context+eagle3",
+    "spe_context:full_layers=0,1+eagle3",
+)
 
 
 def main() -> int:
@@ -43,6 +49,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny-hops")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
+    parser.add_argument("--share", type=int, default=4, help="spe_context reads length / SHARE")
     parser.add_argument("--items", type=int, default=4, help="of a task at a length")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--note", default="", help="what a reader should know of this run")
@@ -66,10 +73,13 @@ def main() -> int:
 
 def opened(system: str, length: int, arguments: argparse.Namespace) -> LLM:
     """The model under a policy, with or without a draft."""
-    policy, _, draft = system.partition("+")
+    name, _, draft = system.partition("+")
+    name, _, dense = name.partition(":")
+    layers = (0, 1) if dense else ()
+    selecting = SpeContext(token_budget=length // arguments.share, full_layers=layers)
     return LLM(
         arguments.model,
-        policy=SpeContext(token_budget=length // 8) if policy == "spe_context" else policy,
+        policy=selecting if name == "spe_context" else name,
         draft=draft or None,
         num_draft_tokens=arguments.num_draft_tokens,
     )
@@ -105,7 +115,7 @@ def decode(llm: LLM, task: str, length: int, items: int) -> dict[str, Any]:
 def told(result: dict[str, Any]) -> str:
     """One result as a line of text."""
     return (
-        f"{result['length']:6,} {result['task']:10} {result['system']:18} "
+        f"{result['length']:6,} {result['task']:10} {result['system']:34} "
         f"{result['accepted_length']:.2f} tokens a step, {result['tokens_per_second']:6.1f} "
         f"tokens/s, {result['right']} of {result['items']} right"
     )
