@@ -10,10 +10,9 @@ so a refreshed selection has nothing in common with the one before: the worst ca
 Layers are offloaded to files as the cache grows, as planned.
 
 Each shape and length runs in a process of its own, which first lowers its RLIMIT_DATA to its
-current use plus `total_memory`, 5 % (at least 32 MiB) and 128 bytes per token, for lists of token
-ids and the index of cached pages, which the plan does not count. The system then refuses it more
-private memory; mapped files, such as offloaded layers, do not count. The process must finish under
-this limit. Its peak of private memory is compared with the largest size that the plan predicts up
+current use plus `total_memory` and 5 % (at least 32 MiB). The system then refuses it more private
+memory; mapped files, such as offloaded layers, do not count. The process must finish under this
+limit. Its peak of private memory is compared with the largest size that the plan predicts up
 to that length: just before a layer is offloaded, memory is full.
 
 The result is the mean over whole periods of `refresh_every`, so that it includes the steps that
@@ -35,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -74,9 +74,6 @@ _SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
-#: Bytes per token that the limit allows and the plan does not count: two lists of token ids, the
-#: digests of cached pages, and copies of lists while a request begins.
-_PYTHON_BYTES = 128
 _CHUNK_PAGES = 2048
 _SPARE_POSITIONS = 1024  # after the cache, for the steps
 _SAMPLE_S = 0.005
@@ -203,7 +200,7 @@ def _child(case: list[MillionSettings], folder: str | None) -> None:
         before = Memory.now()
         memory = case[0].total_memory
         slack = max(int(TOLERANCE * memory), _LEAST_SLACK_BYTES)
-        limit = before.data + memory + slack + _PYTHON_BYTES * case[0].length
+        limit = before.data + memory + slack
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         model = make_model(case[0].shape, case[0].length)
         for settings in case:
@@ -367,19 +364,20 @@ def _check_disk(folder: str, need: int) -> None:
 def _start(engine: Engine, settings: MillionSettings) -> Any:
     """Fills the cache, and runs a request over it up to its first decode step."""
     random = np.random.default_rng(settings.length)
-    # Python has one object for each of the numbers below 256, so the prompt takes 8 bytes a token.
-    prompt = random.integers(256, size=settings.length + 1).tolist()
+    prompt = random.integers(256, size=settings.length + 1, dtype=np.int32)
     steps = settings.period + settings.steps + 1
     given = random.integers(engine.model.vocab_size, size=steps).tolist()
     pages = fill(engine, settings.length // PAGE_SIZE)
     assert engine.prefix is not None
     engine.prefix.insert(prompt[:-1], pages, settings.length)
     engine.cache.release(pages)
+    del pages
     assert engine.offloader is not None
     # No request holds the pages yet, so layers would become resident again.
     engine.offloader.least = engine.offloader.offloaded
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    sequence = engine.add(prompt, params, given=given)
+    sequence = engine.add(array("i", prompt), params, given=given)
+    del prompt
     while not sequence.is_decoding:
         engine.step()
     return sequence

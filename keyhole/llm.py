@@ -19,7 +19,7 @@ from keyhole.documents.store import require_check
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
 from keyhole.engine.engine import Engine
-from keyhole.engine.request import PolicySpec
+from keyhole.engine.request import PolicySpec, RequestPolicy
 from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
 from keyhole.exactness_gate import load_exact
@@ -439,19 +439,25 @@ class LLM:
     ) -> list[Result]:
         each = params_for(params, len(prompts))
         with self.engine.lock:
-            under = self.engine.under(policy)
-            tokens = [self.tokens(prompt) for prompt in prompts]
-            for one, settings in zip(tokens, each, strict=True):
-                self.engine.check(one, settings, under=under)
-            groups = []
-            for one, settings in zip(tokens, each, strict=True):
-                group: list[Sequence] = []
-                for single in settings.each():
-                    after = group[0] if group else None
-                    group.append(self.engine.add(one, single, after=after, under=under))
-                groups.append(group)
+            groups = self._add(prompts, each, self.engine.under(policy))
         results = iter(self._finish([sequence for group in groups for sequence in group]))
         return [Result.of_all([next(results) for _ in group]) for group in groups]
+
+    def _add(
+        self, prompts: list[Prompt], params: list[SamplingParams], under: RequestPolicy
+    ) -> list[list[Sequence]]:
+        """Queues all prompts, each `n` times, or none if one of them cannot be served."""
+        tokens = [self.tokens(prompt) for prompt in prompts]
+        for one, settings in zip(tokens, params, strict=True):
+            self.engine.check(one, settings, under=under)
+        groups = []
+        for one, settings in zip(tokens, params, strict=True):
+            group: list[Sequence] = []
+            for single in settings.each():
+                after = group[0] if group else None
+                group.append(self.engine.add(one, single, after=after, under=under))
+            groups.append(group)
+        return groups
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)
@@ -475,7 +481,7 @@ class LLM:
             while not done:
                 with self.engine.lock:
                     # A step of another stream may have brought something.
-                    if not sequence.is_finished and len(sequence.generated) == given:
+                    if not sequence.is_finished and sequence.num_generated == given:
                         self.engine.step()
                     piece = piece_of(sequence, given)
                 if piece is not None:

@@ -66,10 +66,13 @@ class MemoryModel:
     buffer_tokens: the resident places of an offloaded layer.
     weight_bytes, head_weight_bytes: the model and its retrieval head, M_O and M_D of Eq. 6, which
     are multiplied by `weight_factor`. head_token_bytes: the head's own keys of a token.
-    side_page_bytes: side data of a page, in all layers. request_bytes: per request, independent of
-    its length. staging_bytes: buffers for copies between the tiers, allocated while a layer is
-    offloaded. document_bytes: stored documents that stay in the cache's memory. runtime_bytes: the
-    rest, such as a step's activations or a CUDA context.
+    side_page_bytes: side data of a page, in all layers. list_page_bytes: what a page and its tokens
+    take beside the tensors (ids, page numbers, the index of prefixes), and the scores of its tokens
+    in a step. request_bytes: per request, independent of its length. staging_bytes: buffers for
+    copies between the tiers, allocated while a layer is offloaded. document_bytes: stored documents
+    that stay in the cache's memory. gathered_token_bytes: where prompts read a copy of a layer's
+    keys and values, as on a GPU, that of a token; one request may have all tokens. runtime_bytes:
+    the rest, such as a step's activations or a CUDA context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -82,9 +85,11 @@ class MemoryModel:
     weight_factor: Fraction = Fraction(1)
     head_token_bytes: int = 0
     side_page_bytes: int = 0
+    list_page_bytes: int = 0
     request_bytes: int = 0
     staging_bytes: int = 0
     document_bytes: int = 0
+    gathered_token_bytes: int = 0
     runtime_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -92,7 +97,7 @@ class MemoryModel:
             value = getattr(self, name)
             require(is_count(value), name, value, "a whole number >= 1")
         # Otherwise an infinite sequence would fit once every layer is offloaded.
-        assert self._page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
+        assert self.page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
 
     @classmethod
     def paper(
@@ -135,10 +140,12 @@ class MemoryModel:
         page_size: int,
         weight_bytes: int,
         page_data_bytes: int = 0,
+        list_page_bytes: int = _TABLE_BYTES,
         head_weight_bytes: int = 0,
         request_bytes: int = 0,
         staging_bytes: int = 0,
         document_bytes: int = 0,
+        gathered_token_bytes: int = 0,
         runtime_bytes: int = 0,
     ) -> MemoryModel:
         """The terms of our own engine; `keyhole.cache.layout` has layers and page data.
@@ -154,10 +161,12 @@ class MemoryModel:
             page_size=page_size,
             weight_bytes=weight_bytes,
             head_weight_bytes=head_weight_bytes,
-            side_page_bytes=page_data_bytes + _TABLE_BYTES,
+            side_page_bytes=page_data_bytes,
+            list_page_bytes=list_page_bytes,
             request_bytes=request_bytes,
             staging_bytes=staging_bytes,
             document_bytes=document_bytes,
+            gathered_token_bytes=gathered_token_bytes,
             runtime_bytes=runtime_bytes,
         )
 
@@ -191,6 +200,8 @@ class MemoryModel:
             "keys_values": tokens * self._token_bytes(offloaded),
             "head_keys": tokens * self.head_token_bytes,
             "side_data": pages * self.side_page_bytes,
+            "lists": pages * self.list_page_bytes,
+            "gathered": tokens * self.gathered_token_bytes,
             "buffers": self.requests * self.buffer_tokens * slots,
             "requests": self.requests * self.request_bytes,
             "staging": self.staging_bytes if offloaded else 0,
@@ -199,7 +210,9 @@ class MemoryModel:
         }
 
     def cache_bytes(self, pages: int, offloaded: int) -> int:
-        """The terms of the KV cache: keys and values, side data, buffers, staging, documents."""
+        """The terms of the KV cache: keys and values, what goes with their pages, buffers, staging,
+        documents.
+        """
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
 
     def bytes(self, length: int, offloaded: int = 0) -> int:
@@ -217,7 +230,7 @@ class MemoryModel:
     def capacity(self, memory: int, offloaded: int) -> int:
         """The most pages, of all requests together, that fit into `memory`; 0 if none does."""
         left = memory - sum(self.terms(0, offloaded).values())
-        return max(0, left // self._page_bytes(offloaded))
+        return max(0, left // self.page_bytes(offloaded))
 
     def thresholds(self, memory: int) -> tuple[int, ...]:
         """S_0 to S_L: the longest sequences that fit with i layers offloaded; 0 where no page does.
@@ -259,9 +272,10 @@ class MemoryModel:
         down = sum(self.layers[i].token_bytes for i in self.order[:offloaded])
         return sum(layer.token_bytes for layer in self.layers) - down
 
-    def _page_bytes(self, offloaded: int) -> int:
-        tokens = self._token_bytes(offloaded) + self.head_token_bytes
-        return self.page_size * tokens + self.side_page_bytes
+    def page_bytes(self, offloaded: int) -> int:
+        """Resident bytes of a page more, of any request."""
+        tokens = self._token_bytes(offloaded) + self.head_token_bytes + self.gathered_token_bytes
+        return self.page_size * tokens + self.side_page_bytes + self.list_page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

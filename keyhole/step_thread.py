@@ -246,7 +246,7 @@ class StepThread:
         if sequence is None:
             return None
         done, given = sequence.is_finished, request.given
-        tokens = sequence.tokens[sequence.num_prompt + given :]
+        tokens = sequence.generated_from(given)
         if not done and (request.call.whole or not tokens):
             return None
         request.given += len(tokens)
@@ -276,7 +276,7 @@ def _extras(sequence: Sequence, given: int, count: int) -> Extras:
     """The extras of `count` tokens after the first `given`; raises what ended the request."""
     done, reads = sequence.is_finished, sequence.reads
     wanted = sequence.params.logprobs is not None
-    generated = len(sequence.tokens) - sequence.num_prompt
+    generated = sequence.num_generated
     return Extras(
         logprobs=sequence.logprobs[given : given + count] if wanted else None,
         reads=None if reads is None else reads[given : given + count],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -211,15 +212,15 @@ class Detokenizer:
         self._skip_special = skip_special
         self._stop = tuple(stop)
         self._text = ""
-        self._tokens: list[int] = []
-        self._context = 0  # tokens before this one no longer matter for the text
-        self._done = 0  # tokens up to here are in the text
+        self._tokens = array("i")  # those that still matter for the text to come
+        self._dropped = 0  # how many were before these
+        self._done = 0  # how many of these are in the text
         self._given = 0  # characters handed out
 
     @property
     def num_tokens(self) -> int:
         """How many it has taken."""
-        return len(self._tokens)
+        return self._dropped + len(self._tokens)
 
     @property
     def text(self) -> str:
@@ -249,17 +250,18 @@ class Detokenizer:
     def _catch_up(self, *, final: bool) -> None:
         if self._tokenizer is None or self.stopped or self._done == len(self._tokens):
             return
-        known = self._decode(self._tokens[self._context : self._done])
-        text = self._decode(self._tokens[self._context :])
+        known, text = self._decode(self._tokens[: self._done]), self._decode(self._tokens)
         if not final and (text.endswith(_INCOMPLETE) or len(text) <= len(known)):
             return
         start = len(self._text)
         self._text += text[len(known) :]
-        self._context, self._done = self._done, len(self._tokens)
+        del self._tokens[: self._done]
+        self._dropped += self._done
+        self._done = len(self._tokens)
         self._cut(start)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special))
+    def _decode(self, tokens: array[int]) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=self._skip_special))
 
     def _cut(self, start: int) -> None:
         longest = max(map(len, self._stop), default=0)

@@ -136,11 +136,21 @@ class Geometry:
         return dataclasses.replace(self, layers=layers, kv_dtype=kv_dtype)
 
 
-#: Copies of a request's logits: the model's, a float32 one and a sorted one.
-_LOGIT_BYTES = 8
+#: What sampling holds of a request for each token of the vocabulary, besides the logits and a copy
+#: of some rows: float32 scores, before and after temperature or penalties (8), sorted ones with
+#: int64 places (12), and their weights, sums and what filters leave (14).
+_LOGIT_BYTES = 34
 #: A process holds about twice the live memory of a step, since allocators retain freed memory:
 #: measured 1.4 and 2.2 times the estimate (MLPs of 512 and 2816, 1016 tokens, float32).
 _KEPT_BY_ALLOCATOR = 2
+#: Of a page: its entry in the index of prefixes (55), its counters and place among free pages, in
+#: lists that double (32), its number in the list of the sequence (4), in the table of the engine,
+#: whose rows double (8), and in that of a step (4).
+_PAGE_LIST_BYTES = 104
+#: Of a token: its id (4), its text (4), its time and that of its step (8 each). Those of a prompt
+#: have only the id.
+_TOKEN_LIST_BYTES = 24
+_FLOAT_BYTES = 4
 #: A buffer slot stores its token, per head, as an int32.
 _ENTRY_BYTES = 4
 
@@ -170,14 +180,17 @@ def memory_model(
     page_data: Iterable[Mapping[str, tuple[int, ...]]] = (),
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
+    scores: int = 0,
     document_bytes: int = 0,
+    gathers: bool = False,
 ) -> MemoryModel:
     """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
     shapes of side data per page, of all layers and of the head. movable: layers that the policy can
-    offload; None: all that can be. num_heads: as for `layer_memory`. document_bytes: stored
-    documents that stay in the cache's memory.
+    offload; None: all that can be. num_heads: as for `layer_memory`. scores: `Policy.token_scores`.
+    document_bytes: stored documents that stay in the cache's memory. gathers: whether prompts read
+    a copy of a layer's keys and values, as on a GPU; on a CPU they are read in place.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -194,10 +207,37 @@ def memory_model(
         weight_bytes=size.weight_bytes,
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
-        request_bytes=size.vocab_size * (geometry.itemsize + _LOGIT_BYTES),
+        list_page_bytes=list_bytes(geometry.page_size, scores),
+        request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES),
         document_bytes=document_bytes,
+        gathered_token_bytes=gathered_bytes(geometry) if gathers else 0,
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )
+
+
+def list_bytes(page_size: int, scores: int = 0) -> int:
+    """Bytes per page of what the engine lists of pages and tokens, on the host.
+
+    scores: float32 numbers of each token that exist at once in a step.
+    """
+    return _PAGE_LIST_BYTES + page_size * (_TOKEN_LIST_BYTES + scores * _FLOAT_BYTES)
+
+
+def gathered_bytes(geometry: Geometry) -> int:
+    """The most bytes per token of what `kernels.prefill` copies of a layer on a GPU.
+
+    Keys and values in the model's dtype. Those of 8 bits are copied as they are, their scales once
+    more, converted to float32, multiplied, and rounded, first the keys and then the values.
+    """
+    most = 0
+    for layer in geometry.layers:
+        numbers = (layer.key_dim + layer.value_dim) * geometry.itemsize
+        if geometry.kv_dtype != "auto":
+            stored = layer.value_row + layer.scale_bytes
+            converted = 2 * _FLOAT_BYTES * layer.value_dim
+            numbers = layer.key_dim * geometry.itemsize + stored + converted
+        most = max(most, layer.num_kv_heads * numbers)
+    return most
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:

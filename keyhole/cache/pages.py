@@ -12,6 +12,7 @@ to the pages in use.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,16 +87,16 @@ class PageCache:
         self.device, self.layer_devices = device, layer_devices
         self._shapes = page_data or [{} for _ in geometry.layers]
         self._common_shapes = common or {}
-        self._refs: list[int] = []
+        self._refs = array("i")
         # Of each page, the number of its last allocation or move.
-        self._stamps: list[int] = []
+        self._stamps = array("q")
         self._changes = itertools.count(1)
-        self._free: list[int] = []
+        self._free = array("i")
         self._aside: int | None = None
         self._stores: dict[int, Store] = {}  # offloaded layers
         self.empty = empty = torch.empty(0, dtype=dtype, device=device)
         self.empty_rows = empty.to(STORED.get(geometry.kv_dtype, dtype))
-        places = layer_devices or [device] * geometry.num_layers
+        places = [self.place(layer) for layer in range(geometry.num_layers)]
         self._pages = [
             self.empty_rows.new_empty(
                 0, layout.num_kv_heads, self.page_size * layout.numbers_per_head, device=place
@@ -110,6 +111,10 @@ class PageCache:
         self.common = {
             name: empty.new_empty(0, *shape) for name, shape in self._common_shapes.items()
         }
+
+    def place(self, layer: int) -> torch.device:
+        """The device of a layer."""
+        return self.device if self.layer_devices is None else self.layer_devices[layer]
 
     @property
     def capacity(self) -> int:
@@ -255,7 +260,7 @@ class PageCache:
         while len(self._free) < wanted:
             self._grow(self.capacity + wanted - len(self._free))
         end = len(self._free) - min(leave, len(self._free) - count)
-        pages = self._free[end - count : end][::-1]
+        pages = self._free[end - count : end][::-1].tolist()
         del self._free[end - count : end]
         for page in pages:
             self._refs[page], self._stamps[page] = 1, next(self._changes)
@@ -377,9 +382,9 @@ class PageCache:
         ]
         return [keys for keys, _ in views], [values for _, values in views]
 
-    def _listed_free(self) -> list[int]:
+    def _listed_free(self) -> array[int]:
         """Pages without a reference, in descending order; allocation pops from the end."""
-        return [page for page in reversed(range(self.capacity)) if not self._refs[page]]
+        return array("i", (page for page in reversed(range(self.capacity)) if not self._refs[page]))
 
     @property
     def _past_last(self) -> int:
@@ -411,10 +416,10 @@ class PageCache:
                 self._enlarge_all(data, capacity)
             self._enlarge_all(self.common, capacity)
         # Older ones are allocated first: their memory is there, or enters it layer by layer.
-        self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
+        self._free[:0] = array("i", range(capacity - 1, self.capacity - 1, -1))
         more = capacity - self.capacity
-        self._refs.extend([0] * more)
-        self._stamps.extend([0] * more)
+        self._refs.extend(array("i", [0]) * more)
+        self._stamps.extend(array("q", [0]) * more)
 
     def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
         if layer in self._stores:

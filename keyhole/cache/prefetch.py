@@ -129,14 +129,19 @@ class Prefetcher:
     def offload(self, layer: int, tier: Tier) -> None:
         """Offloads a layer of the cache, and allocates resident buffers for it.
 
-        Call between steps. CapacityError, with nothing changed, if the tier has no space.
+        Call between steps. CapacityError, with nothing changed, if the tier has no space, torch's
+        error if there is none for the buffers. These come after the move: they take a part of the
+        memory that the layer leaves, which the plan does not count twice.
         """
         device = self._cache.empty.device
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        buffer = self._buffer(layer)
         self._cache.offload_layer(layer, tier)
-        self._buffers[layer] = buffer
+        try:
+            self._buffers[layer] = self._buffer(layer)
+        except (RuntimeError, MemoryError):
+            self._cache.make_resident(layer)
+            raise
 
     def restore(self, layer: int) -> None:
         """Makes an offloaded layer resident again, and frees its buffers.

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -97,6 +98,7 @@ def memory_of(
     requests: int,
     prefill_chunk: int,
     document_bytes: int = 0,
+    gathers: bool = False,
 ) -> MemoryModel:
     """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
     return memory_model(
@@ -108,7 +110,9 @@ def memory_of(
         page_data=data,
         movable=layers,
         num_heads=policy.selection_heads(geometry),
+        scores=policy.token_scores(geometry),
         document_bytes=document_bytes,
+        gathers=gathers,
     )
 
 
@@ -129,9 +133,9 @@ def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class Demand:
-    """The pages that running sequences hold, and how many more they may need until they end."""
+    """The pages that running sequences hold, int32 [n], and how many more they may need."""
 
-    pages: set[int]
+    pages: np.ndarray
     growth: int
 
 
@@ -171,9 +175,10 @@ def allocate(
             requests=num_rows,
             prefill_chunk=config.prefill_chunk,
             document_bytes=hot,
+            gathers=model.device.type == "cuda",
         )
         plan = make_plan(memory, config)
-        room = plan.cache_memory
+        room, page_bytes = plan.cache_memory, memory.page_bytes(0)
     elif config.memory is None and model.layer_devices is not None:
         room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
     else:
@@ -317,7 +322,8 @@ class LayerOffloader:
         renumber: called with the new numbers of pages that moved; `prefix` is renumbered here.
         """
         self._released = self._cache.released
-        unused = set() if prefix is None else set(prefix.held()) - demand.pages
+        held = np.asarray([] if prefix is None else prefix.held(), np.int32)
+        unused = np.setdiff1d(held, demand.pages)
         pages, others = len(demand.pages) + self._cache.num_aside, self._cache.reserved
         room = pages + others
         target = self.plan.still_offloaded(room, demand.growth, self.offloaded, self.least)

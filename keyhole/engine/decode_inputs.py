@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,8 +22,8 @@ class PageTable:
 
     def __init__(self, num_slots: int) -> None:
         self._rows = np.zeros((num_slots, 64), np.int32)
-        # The list that each row was filled from. A re-admitted sequence has a new list.
-        self._lists: list[list[int] | None] = [None] * num_slots
+        # The array that each row was filled from. A re-admitted sequence has a new one.
+        self._lists: list[array[int] | None] = [None] * num_slots
         self._filled = [0] * num_slots
 
     def rows(self, sequences: list[Sequence], width: int) -> np.ndarray:
@@ -198,8 +199,8 @@ class SequenceState:
             for name, shape in whole.items()
         }
         self.tensors |= {n: like.new_zeros(num_slots, *shape) for n, shape in numbers.items()}
-        # The list of each slot's last sequence. A re-admitted sequence has a new list.
-        self._lists: list[list[int] | None] = [None] * num_slots
+        # The pages of each slot's last sequence. A re-admitted sequence has a new array.
+        self._lists: list[array[int] | None] = [None] * num_slots
         self._prompts = [0] * num_slots
 
     def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:

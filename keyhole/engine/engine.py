@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -133,9 +134,7 @@ class Engine:
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = DocumentFiller(
-            self.scheduler, self.pace, self._document_prefill, config, model.device
-        )
+        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill, config)
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)
@@ -262,10 +261,19 @@ class Engine:
         under, stored = under or self._own, context is not None
         num_tokens = len(prompt) + len(given)
         params = self._resolve(params, num_tokens, under, stored=stored)
+        if context is not None and self.config.drafts_by_model:
+            raise ConfigError(
+                "draft='eagle3' cannot be used with stored documents, which have no keys and "
+                "values of the draft; leave one of them out"
+            )
+        if context is not None:
+            self._document_prefill(under).check(context)
+        tokens = [*prompt, *given] if given else prompt
+        self.check(tokens, params, num_given=len(given), stored=stored, under=under)
         assert params.max_tokens is not None
         length = min(num_tokens + params.max_tokens, self.max_length)
         sequence = Sequence(
-            list(prompt),
+            array("i", prompt),
             params,
             Detokenizer(self.model.tokenizer, params.stop, skip_special=params.skip_special_tokens),
             given=given,
@@ -281,14 +289,6 @@ class Engine:
             rope_length=0 if self.model.rope is None else self.model.rope.effective(length),
             adapter=adapter_number(params.adapter, self.model),
         )
-        if context is not None and self.config.drafts_by_model:
-            raise ConfigError(
-                "draft='eagle3' cannot be used with stored documents, which have no keys and "
-                "values of the draft; leave one of them out"
-            )
-        if context is not None:
-            self._document_prefill(under).check(context)
-        self.check(sequence.tokens, params, num_given=len(given), stored=stored, under=under)
         self._enter(under)
         self.scheduler.add(sequence)
         return sequence
@@ -319,7 +319,8 @@ class Engine:
             where = (sequence.prompt, sequence.pages, self.cache)
             known = self._copies.give(*where, under.keeper, self._head)
         if self.stored is not None and sequence.exact and known % self.config.page_size == 0:
-            known = self.stored.give(sequence.prompt, sequence.pages, known, under.keeper)
+            prompt = sequence.tokens[: sequence.num_prompt]
+            known = self.stored.give(prompt, sequence.pages, known, under.keeper)
         return known
 
     def check(
@@ -437,8 +438,9 @@ class Engine:
         for sequence, count in plan.chunks:
             alone = sequence.context is not None or not (sequence.is_base and sequence.exact)
             if self.stored is not None and not alone:
-                end = sequence.num_computed
-                self.stored.take(sequence.prompt, sequence.pages, end - count, end)
+                begin = sequence.num_computed - count
+                end = min(sequence.num_computed, sequence.num_prompt)
+                self.stored.take(sequence.tokens, sequence.pages, begin, end)
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
                 if self._copies is not None and not alone:

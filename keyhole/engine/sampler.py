@@ -114,7 +114,7 @@ def _banned(row: int, sequence: Sequence) -> _Change:
     """The tokens that would complete a bad word."""
     tokens, last = sequence.tokens, set()
     for *before, end in sequence.bad_ids:
-        if not before or tokens[-len(before) :] == before:
+        if not before or tokens[-len(before) :].tolist() == before:
             last.add(end)
     return row, [*last], [float("-inf")] * len(last)
 

@@ -12,9 +12,12 @@ replayed one per step under the policy, so that it continues exactly where it wa
 from __future__ import annotations
 
 import time
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
@@ -28,6 +31,7 @@ from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
+_NO_PAGES = np.zeros(0, np.int32)
 #: Callers whose turns are remembered; beyond it, only those whose turn is still to come.
 _MOST_CALLERS = 1024
 
@@ -201,12 +205,12 @@ class Scheduler:
         """The demand of running sequences; None while a request waits for pages."""
         if self.waiting and self._slots:
             return None
-        pages = {page for s in self.running for page in s.pages if page != NO_PAGE}
+        pages = np.unique(np.concatenate([_NO_PAGES, *(s.pages for s in self.running)]))
         growth = sum(
             max(0, self._most(s, min(s.token_limit, self._max_length)) - len(s.pages))
             for s in self.running
         )
-        return Demand(pages, growth)
+        return Demand(pages[pages != NO_PAGE], growth)
 
     def reserve_draft(self, sequence: Sequence, count: int) -> int:
         """Pages for `count` tokens after the newest one, without pre-emption; how many fit."""
@@ -223,8 +227,8 @@ class Scheduler:
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Renumbers pages that were moved (`PageCache.pack`)."""
-        for sequence in self.running:  # in place: a new list would mark a re-admitted sequence
-            sequence.pages[:] = [numbers.get(page, page) for page in sequence.pages]
+        for sequence in self.running:  # in place: a new array would mark a re-admitted sequence
+            sequence.pages[:] = array("i", (numbers.get(page, page) for page in sequence.pages))
 
     def finish(self, sequence: Sequence, *, remember: bool = True) -> None:
         """Removes a sequence, waiting or running; its full pages may stay in the prefix cache."""
@@ -389,17 +393,17 @@ class Scheduler:
             known, sequence.state_ends = self._states.usable(sequence.tokens, *place)
             self._cache.release(pages[known // size :])
             del pages[known // size :]
-        sequence.pages, computed = pages, len(pages) * size
+        sequence.pages, computed = array("i", pages), len(pages) * size
         sequence.repeated = None
         if computed == sequence.prefill_end:
             # The last token is written again, into a page that may be shared.
             self._forget_known(1 - self._cache.at_hand)
-            page = self._cache.writable(pages[-1])
+            page = self._cache.writable(sequence.pages[-1])
             if page is None:
-                self._cache.release([pages.pop()])
+                self._cache.release([sequence.pages.pop()])
                 computed -= size
             else:
-                pages[-1] = page
+                sequence.pages[-1] = page
                 computed -= 1
                 sequence.repeated = computed
         sequence.num_computed = computed
@@ -414,7 +418,7 @@ class Scheduler:
         shares = sequence.under.policy.shares_pages
         if shares or sequence.context is not None or not sequence.pages:
             return self._reserve(sequence, length, spare)
-        known, sequence.pages = sequence.pages, []
+        known, sequence.pages = sequence.pages, array("i")
         there = self._reserve(sequence, length, spare)
         if there:
             self._cache.copy(known, sequence.pages[: len(known)])
@@ -452,7 +456,7 @@ class Scheduler:
             return False
         pages = self._cache.allocate(need)
         assert pages is not None
-        sequence.pages += pages
+        sequence.pages.extend(pages)
         return True
 
     def _forget_known(self, count: int) -> int:
@@ -462,7 +466,7 @@ class Scheduler:
     def _take_filled(self, sequence: Sequence, filling: Filling) -> None:
         """Transfers the filled pages to the sequence."""
         assert filling.filled is not None, "it is let in when it is filled"
-        sequence.pages, sequence.filling = filling.take(), None
+        sequence.pages, sequence.filling = array("i", filling.take()), None
         filled = filling.filled
         sequence.num_computed = filled.end
         sequence.kept, sequence.packing = filled.kept, filled.packing

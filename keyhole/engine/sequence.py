@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
 
@@ -112,7 +113,8 @@ class Counters:
 class Sequence:
     """A prompt and its generated tokens.
 
-    tokens: prompt and generated tokens; made with those of the prompt, in a list of its own.
+    tokens: prompt and generated tokens, int32; made with those of the prompt, in an array of its
+    own, as a list of Python's numbers takes ten times as much memory. pages: int32, by position.
     num_prompt: tokens of the prompt. num_computed: how many have keys and values in `pages`.
     prefill_end: tokens up to here are computed exactly, in chunks; those after it one per step
     under the policy, also when they are already known (replay after pre-emption, given tokens).
@@ -144,7 +146,7 @@ class Sequence:
     seconds of `time.perf_counter`.
     """
 
-    tokens: list[int]
+    tokens: array[int]
     params: SamplingParams
     detokenizer: Detokenizer
     given: ListOf[int] = ()
@@ -160,7 +162,7 @@ class Sequence:
     adapter: int = 0
 
     num_prompt: int = field(init=False)
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     prefill_end: int = 0
     state_ends: tuple[int, ...] = ()
@@ -190,21 +192,21 @@ class Sequence:
     logits: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.perf_counter)
     begun: float | None = None
-    token_times: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
+    token_times: array[float] = field(default_factory=lambda: array("d"))
+    step_ms: array[float] = field(default_factory=lambda: array("d"))
     random: random.Random = field(init=False)
     changes_scores: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.tokens += self.given
+        self.tokens.extend(self.given)
         self.random = random.Random(self.params.seed)
         self.changes_scores = self.params.changes_scores
         self.trace = ReadTrace(self.num_prompt) if self.params.trace else None
 
     def forget_pages(self) -> None:
         """Empties the page list, whose pages were released, and what belongs to it."""
-        self.pages, self.kept, self.leaving, self.packing = [], None, [], None
+        self.pages, self.kept, self.leaving, self.packing = array("i"), None, [], None
         if self.unpaged is not None:
             self.unpaged.release()
             self.unpaged = None
@@ -217,12 +219,21 @@ class Sequence:
     @property
     def prompt(self) -> list[int]:
         """A copy of the prompt's tokens."""
-        return self.tokens[: self.num_prompt]
+        return self.tokens[: self.num_prompt].tolist()
 
     @property
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
-        return self.tokens[self.num_prompt :]
+        return self.generated_from(0)
+
+    def generated_from(self, place: int) -> list[int]:
+        """The tokens after the prompt, without the first `place` of them."""
+        return self.tokens[self.num_prompt + place :].tolist()
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens there are after the prompt."""
+        return len(self.tokens) - self.num_prompt
 
     @property
     def max_tokens(self) -> int:
@@ -294,7 +305,7 @@ class Sequence:
         return Stats(
             prompt_tokens=self.num_prompt,
             cached_prompt_tokens=self.num_cached,
-            generated_tokens=len(self.tokens) - self.num_prompt,
+            generated_tokens=self.num_generated,
             ttft_ms=1e3 * (times[0] - self.arrival) if times else None,
             step_ms=statistics.median(self.step_ms) if self.step_ms else None,
             attended_fraction=self.counters.attended_fraction / steps if steps else None,
@@ -391,7 +402,7 @@ def piece_of(sequence: Sequence, given: int) -> Piece | None:
 
     Raises the error that ended the request, if one did.
     """
-    done, tokens = sequence.is_finished, sequence.tokens[sequence.num_prompt + given :]
+    done, tokens = sequence.is_finished, sequence.generated_from(given)
     if not (done or tokens):
         return None
     wanted = sequence.params.logprobs is not None

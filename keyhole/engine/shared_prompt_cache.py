@@ -151,18 +151,18 @@ class StoredPrefixes:
         tensors = self._store.read(digest)
         return None if tensors is None or tensors["token_ids"].tolist() != [*tokens] else tensors
 
-    def take(self, prompt: Sequence[int], pages: Sequence[int], before: int, end: int) -> None:
-        """Stores the chunks of a prompt whose last token is among `before` .. `end` - 1.
+    def take(self, tokens: Sequence[int], pages: Sequence[int], before: int, end: int) -> None:
+        """Stores the chunks whose last token is among `before` .. `end` - 1.
 
-        Tokens after the prompt may be among these; they are not stored.
+        The first `end` tokens belong to a prompt.
         """
         chunk = self._pages * self._cache.page_size
-        digests = list(prefix_digests(prompt[:end], chunk))
+        digests = list(prefix_digests(tokens, chunk, end=end))
         for i in range(before // chunk, len(digests)):
             if self._store.has(digests[i]):
                 continue
             there = list(pages[i * self._pages : (i + 1) * self._pages])
-            tensors = {"token_ids": torch.tensor(prompt[i * chunk : (i + 1) * chunk])}
+            tensors = {"token_ids": torch.tensor(list(tokens[i * chunk : (i + 1) * chunk]))}
             for name, tensor in self._cache.common.items():
                 tensors[f"common.{name}"] = tensor[there].cpu()
             for layer, tensor in enumerate(self._cache.content(there)):

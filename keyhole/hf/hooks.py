@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -294,9 +295,9 @@ class Hooks:
                 plan.decodes.append(row)
                 decodes.append(b)
             else:
-                # A new list marks a new sequence, so that state of the row's earlier steps is
+                # A new array marks a new sequence, so that state of the row's earlier steps is
                 # discarded.
-                row.kept, row.pages = cache.runner.kept(row), list(row.pages)
+                row.kept, row.pages = cache.runner.kept(row), row.pages[:]
                 plan.chunks.append((row, count))
                 chunks.append(b)
         if not decodes and not chunks:
@@ -316,11 +317,11 @@ class Hooks:
             if last is None:
                 raise full(pages)
             if last != row.pages[-1]:
-                row.kept, row.pages = runner.kept(row), [*row.pages[:-1], last]
+                row.kept, row.pages = runner.kept(row), array("i", [*row.pages[:-1], last])
         fresh = pages.allocate(max(0, -(-length // size) - len(row.pages)))
         if fresh is None:
             raise full(pages)
-        row.pages += fresh
+        row.pages.extend(fresh)
 
     def _unpack(self, call: _Call, output: Any) -> Any:
         cache, run, (B, Q) = call.cache, self.run, call.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +93,9 @@ class PagedCache:
         self._make_runner = make_runner
         self._length = 0  # tokens per row as transformers counts them, with padding
         self.runner = make_runner(num_rows)
-        self.rows = [Sequence([], SamplingParams(), Detokenizer(None)) for _ in range(num_rows)]
+        self.rows = [
+            Sequence(array("i"), SamplingParams(), Detokenizer(None)) for _ in range(num_rows)
+        ]
         for slot, row in enumerate(self.rows):
             row.slot = slot
         weakref.finalize(self, _release, pages, self.rows).atexit = False
@@ -108,18 +111,18 @@ class PagedCache:
             own.kept, own.leaving = self.runner.kept(row), list(row.leaving)
         return copy
 
-    def _another(self, pages: list[int]) -> list[int]:
+    def _another(self, pages: array[int]) -> array[int]:
         """Shares the pages with a second cache, or copies them if the policy requires it."""
         real = [page for page in pages if page != NO_PAGE]
         if self._shares_pages:
             self.pages.share(real)
-            return list(pages)
+            return pages[:]
         fresh = self.pages.allocate(len(real))
         if fresh is None:
             raise full(self.pages)
         self.pages.copy(real, fresh)
         new = iter(fresh)
-        return [page if page == NO_PAGE else next(new) for page in pages]
+        return array("i", (page if page == NO_PAGE else next(new) for page in pages))
 
     def get_seq_length(self, *_: Any) -> int:
         """Tokens so far, with padding."""
@@ -169,4 +172,4 @@ def full(pages: PageCache) -> CapacityError:
 def _release(pages: PageCache, rows: list[Sequence]) -> None:
     for row in rows:
         pages.release(page for page in row.pages if page != NO_PAGE)
-        row.pages = []
+        row.pages = array("i")

@@ -273,6 +273,13 @@ class Policy:
         """The number of lists of a selection, if it may exceed the KV heads (MLA); else None."""
         return None
 
+    def token_scores(self, geometry: Geometry) -> int:
+        """How many scores of each cached token exist at once in a decode step, for the plan.
+
+        Here: none, as where pages are scored instead, which takes little.
+        """
+        return 0
+
     def check_draft(self, most: int) -> None:
         """ConfigError if rows of up to `most` proposed tokens cannot share the choice of one row.
 

@@ -127,6 +127,10 @@ class OmniKV(Policy):
             )
         return selection_layers.served(self.filter_layers, self.full_layers, geometry)
 
+    def token_scores(self, geometry: Geometry) -> int:
+        """The largest weight over the heads, or each head's, with a copy of those of the prompt."""
+        return 2 * geometry.num_query_heads if self.keep_generated else 1
+
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; None where the number of generated tokens sets the shapes."""
         reads_all = step.max_length <= self.token_budget

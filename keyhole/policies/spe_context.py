@@ -136,6 +136,10 @@ class SpeContext(Policy):
             step.sequences.state, step.sequences.slots, step.lengths, self.refresh_every - 1
         )
 
+    def token_scores(self, geometry: Geometry) -> int:
+        """The weights of each list, and a list more: top-k's, or the maximum of all."""
+        return choice_lists(geometry) + 1
+
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read, and whether any sequence selects."""
         if step.max_length <= self._exact_up_to:

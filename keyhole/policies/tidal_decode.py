@@ -111,6 +111,11 @@ class TidalDecode(Policy):
             )
         return served(self.selection_layers, self.full_layers, geometry)
 
+    def token_scores(self, geometry: Geometry) -> int:
+        """The largest weight of each group, or each head's."""
+        heads = (layer.num_kv_heads for layer in geometry.layers)
+        return max(heads) if self.share_group else geometry.num_query_heads
+
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read."""
         return step.max_length <= self.token_budget

@@ -15,7 +15,7 @@ import keyhole.documents
 
 _NAMESPACE = ["unshare", "--mount", "--map-root-user"]
 _MOUNT = 'mount -t tmpfs -o size=4m none "$0" && exec "$@"'
-_CHILD = """
+_STORE = """
 import errno, os, sys
 from pathlib import Path
 from keyhole.documents.store import DocumentStore
@@ -27,7 +27,9 @@ store = DocumentStore(folder, MODEL)
 for number in range(3):
     store.add(str(number), f"text {number}", make_record(number))
 store.open("1").close()
-free, filler = 1, folder / "filler"
+"""
+_FILL = """
+filler = folder / "filler"
 with open(filler, "wb", buffering=0) as file:
     for size in (1 << 16, 1 << 12, 1):
         try:
@@ -36,6 +38,8 @@ with open(filler, "wb", buffering=0) as file:
         except OSError as error:
             assert error.errno == errno.ENOSPC
 assert os.statvfs(folder).f_bavail == 0
+"""
+_USE = """
 if case == "started anew":
     inode = (folder / "index.sqlite").stat().st_ino
     store = DocumentStore(folder, MODEL)
@@ -62,6 +66,39 @@ store.open("1").close()
 assert store.info("1").hits == 2
 print("all of it")
 """
+#: The same by `LLM` and the command line.
+_ASK = """
+import errno, os, sys
+from pathlib import Path
+import keyhole
+from keyhole import LLM, SamplingParams
+from keyhole.cli import main
+
+folder = Path(sys.argv[1])
+
+def answer():
+    llm = LLM(keyhole.tiny(), device="cpu", documents=folder)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    return llm.ask("question : Alma keeps ? answer :", ["a", "b"], reuse="sam_kv", params=params)
+
+documents = LLM(keyhole.tiny(), device="cpu", documents=folder).documents
+for name, thing in (("a", "the key"), ("b", "a lamp")):
+    documents.add(name, f"Alma keeps {thing} . " * 20)
+wanted = answer().text
+"""
+_ASK_FULL = """
+def run(*arguments):
+    return main(["documents", *arguments, "--store", str(folder)])
+
+assert answer().text == wanted
+assert run("list") == run("verify") == 0
+question = ["question : Alma keeps ? answer :", "--documents", "a", "b", "--max-tokens", "4"]
+assert run("ask", *question) == 0
+assert run("remove", "a") == run("list") == 0
+left = LLM(keyhole.tiny(), device="cpu", documents=folder).documents.list()
+assert [info.name for info in left] == ["b"]
+print("all of it")
+"""
 
 
 def _can_mount(folder: Path) -> bool:
@@ -72,18 +109,28 @@ def _can_mount(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("case", ["went on", pytest.param("started anew", marks=pytest.mark.slow)])
-def test_what_is_stored_is_used_and_removed(tmp_path: Path, case: str) -> None:
-    if not _can_mount(tmp_path):
+def _run(folder: Path, program: str, *more: str) -> str:
+    """What a program prints that has the folder as its disk."""
+    if not _can_mount(folder):
         pytest.skip("a file system cannot be mounted here")
-    folder = str(tmp_path)
     root = Path(keyhole.documents.__file__).parents[2]
+    mounted = [*_NAMESPACE, "sh", "-c", _MOUNT, str(folder)]
     run = subprocess.run(
-        [*_NAMESPACE, "sh", "-c", _MOUNT, folder, sys.executable, "-c", _CHILD, folder, case],
+        [*mounted, sys.executable, "-c", program, str(folder), *more],
         capture_output=True,
         text=True,
         check=False,
         cwd=root,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "all of it\n"
+    return run.stdout
+
+
+@pytest.mark.parametrize("case", ["went on", pytest.param("started anew", marks=pytest.mark.slow)])
+def test_what_is_stored_is_used_and_removed(tmp_path: Path, case: str) -> None:
+    assert _run(tmp_path, _STORE + _FILL + _USE, case) == "all of it\n"
+
+
+@pytest.mark.slow
+def test_questions_are_answered_and_commands_work(tmp_path: Path) -> None:
+    assert _run(tmp_path, _ASK + _FILL + _ASK_FULL).endswith("all of it\n")

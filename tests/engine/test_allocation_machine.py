@@ -49,7 +49,8 @@ def cache_bytes(pages: int, below: int) -> int:
     """Two KV heads of 8 in float32, keys and values; buffers of the budget and one page more."""
     row = 2 * (8 + 8) * 4
     buffers = ROWS * (-(-BUDGET // PAGE) + 1) * PAGE * (row + 2 * 4)
-    return pages * (PAGE * row * (LAYERS - below) + 8) + below * buffers
+    lists = 104 + PAGE * 24  # beside the tensors, as in `cache.layout`
+    return pages * (PAGE * row * (LAYERS - below) + lists) + below * buffers
 
 
 class Machine(RequestsMachine):

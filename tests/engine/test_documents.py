@@ -6,6 +6,7 @@ cache and no pages.
 
 from __future__ import annotations
 
+from array import array
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
     kept, written = masks(llm, names, 1)
     with ExitStack() as stack:
         asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
-        request = Sequence(asked.tokens, SamplingParams(), Detokenizer(None, ()))
+        request = Sequence(array("i", asked.tokens), SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
         filling = llm.engine.document_prefill.begin(request)
         while filling.filled is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +34,7 @@ DRAWS = 4000
 
 def sequence(**settings: object) -> Sequence:
     params = SamplingParams(**settings).resolve({})
-    return Sequence([1, 2, 3], params, Detokenizer(None))
+    return Sequence(array("i", [1, 2, 3]), params, Detokenizer(None))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def plain_scores(logits: torch.Tensor, one: Sequence) -> torch.Tensor:
         count = one.tokens[len(one.prompt) :].count(token)
         scores[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
         for *before, last in one.bad_ids:
-            if token == last and one.tokens[len(one.tokens) - len(before) :] == before:
+            if token == last and one.tokens[len(one.tokens) - len(before) :].tolist() == before:
                 scores[token] = float("-inf")
     return scores
 
@@ -100,7 +101,7 @@ def test_bias_penalties_and_bad_words_are_those_of_a_plain_computation() -> None
         settings = {name: value for name, value in change.items() if name != "bad"}
         rows.append(sequence(temperature=0, **settings))
         rows[-1].bad_ids = change.get("bad", ())
-        rows[-1].tokens += [8, 9, 8, 8, 9]
+        rows[-1].tokens.extend([8, 9, 8, 8, 9])
     before = logits.clone()
     wanted = torch.stack(list(map(plain_scores, logits, rows)))
     for i, row in enumerate(rows):

@@ -151,7 +151,7 @@ def test_offloaded_layers_read_starts(llama: Model, tmp_path: Path) -> None:
     wanted = forced_logits(llama, quest, text, GIVEN)
     plain = engine(llama, tmp_path / "store", quest)
     asked(plain, text)
-    memory = {"memory": 14 * plain.cache.page_bytes, "offload": tmp_path}
+    memory = {"memory": 16 * plain.cache.page_bytes, "offload": tmp_path}
     request = asked(engine(llama, tmp_path / "store", quest, max_batch=1, **memory), text)
     assert request.stats().offloaded_layers
     assert request.num_cached == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,13 +65,19 @@ def _windows(page_size: int) -> st.SearchStrategy[int | None]:
 
 
 @st.composite
-def paged(draw: st.DrawFn, *, windows: bool = True, max_batch: int = 3) -> Paged:
+def paged(
+    draw: st.DrawFn,
+    *,
+    windows: bool = True,
+    max_batch: int = 3,
+    lengths_of: Callable[[int], st.SearchStrategy[int]] = lengths_around,
+) -> Paged:
     size = draw(st.sampled_from(PAGE_SIZES))
     dim = draw(st.sampled_from(HEAD_SIZES))
     group = draw(st.sampled_from(GROUPS))
     heads = draw(st.sampled_from((1, 2)))
     dtype = draw(st.sampled_from(DTYPES))
-    lengths = draw(st.lists(lengths_around(size), min_size=1, max_size=max_batch))
+    lengths = draw(st.lists(lengths_of(size), min_size=1, max_size=max_batch))
     kind = draw(st.sampled_from(("same", "smaller", "shared")))
     value_dim = {"same": dim, "smaller": 12, "shared": dim - 8}[kind]
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

@@ -218,7 +218,7 @@ def _pieces(llm: LLM, sequence: Request) -> Iterator[Piece]:
             while True:
                 if interrupt.seen:
                     llm.engine.abort(sequence)
-                elif not sequence.is_finished and len(sequence.generated) == given:
+                elif not sequence.is_finished and sequence.num_generated == given:
                     llm.engine.step()  # a step may serve only other requests
                 piece = piece_of(sequence, given)
                 if piece is None:

@@ -14,9 +14,6 @@ of any period yields all the tokens that are wanted.
 
 from __future__ import annotations
 
-from array import array
-from weakref import WeakKeyDictionary
-
 import numpy as np
 
 from keyhole.engine.sequence import Sequence
@@ -26,22 +23,15 @@ MOST_MATCHED = 3
 
 
 class PromptLookup:
-    """Proposals from each sequence's own tokens. Sequences may come and go."""
-
-    def __init__(self) -> None:
-        # The tokens of a sequence as an array that grows with it: a list of a long one would take
-        # longer to convert than to search.
-        self._texts: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()
+    """Proposals from each sequence's own tokens."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """At most `most` tokens to follow those of the sequence; none without an occurrence."""
-        text = self._texts.setdefault(sequence, array("q"))
-        text.extend(sequence.tokens[len(text) :])
-        return continuation(np.frombuffer(text, np.int64), most)
+        return continuation(np.frombuffer(sequence.tokens, np.int32), most)
 
 
 def continuation(text: np.ndarray, most: int) -> list[int]:
-    """The tokens after the latest earlier occurrence of the last ones; text: int64 [N]."""
+    """The tokens after the latest earlier occurrence of the last ones; text: int32 [N]."""
     start = _after_match(text)
     if start is None:
         return []

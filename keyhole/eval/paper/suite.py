@@ -137,7 +137,7 @@ def _steps(engine: Engine, tokens: list[int], batch: int) -> float:
     while not first.is_finished:
         engine.step()
     sequences = [_add(engine, tokens, _STEPS + 2) for _ in range(batch)]
-    while any(len(one.generated) < 1 for one in sequences):
+    while any(one.num_generated < 1 for one in sequences):
         engine.step()
     engine.step()
     times = []

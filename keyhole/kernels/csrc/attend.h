@@ -1,13 +1,8 @@
-// Decode attention: one query token per sequence. The tokens of a sequence and KV head are divided
+// Decode attention: one query token per row. The tokens of a block of rows and KV head are divided
 // into splits (as in Flash-Decoding, Dao et al., 2023). One thread computes a split's largest
-// score, sum of weights and weighted values; the splits are then combined. The splits of a sequence
-// depend on its own length only, so its result does not depend on the batch or on the number of
-// threads.
-
-static inline int64_t chunk_size(int64_t tokens) {
-    const int64_t size = rounded_up((tokens + 31) / 32, kTile);
-    return size < 512 ? 512 : size > 4096 ? 4096 : size;
-}
+// score, sum of weights and weighted values; the splits are then combined. The splits of a row
+// depend on its own length only, so its result does not depend on the batch, on the rows that share
+// its tokens, or on the number of threads.
 
 // Scores of H rows of queries and the keys of `count` tokens, at most N vectors, that are columns:
 // number d of token t is keys[d * stride + t]. There is no sum over lanes.
@@ -45,29 +40,31 @@ class Attention {
     static constexpr bool kScaled = Scaled<K>::bytes != 0;
 
   public:
-    explicit Attention(const Attend& a) : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size) {
+    explicit Attention(const Attend& a)
+        : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size), row_blocks_(a) {
         query_stride_ = rounded_up(a.D, Product<K>::step);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
-        const int64_t lists = a.B * a.Hkv;
-        first_task_ = static_cast<int64_t*>(workspace(0, (2 * lists + 1) * sizeof(int64_t)));
-        left_ = first_task_ + lists + 1;
-        first_task_[0] = 0;
+        num_lists_ = row_blocks_.count() * a.Hkv;
+        first_task_ = static_cast<int64_t*>(workspace(0, (3 * num_lists_ + 2) * sizeof(int64_t)));
+        first_part_ = first_task_ + num_lists_ + 1;
+        left_ = first_part_ + num_lists_ + 1;
+        first_task_[0] = first_part_[0] = 0;
         int64_t tokens = 0;
-        for (int64_t i = 0; i < lists; i++) {
-            int64_t begin, end;
-            range(i, begin, end);
-            const int64_t size = chunk_size(end - begin), chunks = (end - begin + size - 1) / size;
+        for (int64_t i = 0; i < num_lists_; i++) {
+            const int64_t rows = row_blocks_.rows(i / a.Hkv), size = chunk_size(length(i));
+            const int64_t chunks = (length(i) + size - 1) / size;
             left_[i] = chunks > 1 ? chunks : 1;
             first_task_[i + 1] = first_task_[i] + left_[i];
-            tokens += end - begin;
+            first_part_[i + 1] = first_part_[i] + left_[i] * rows * G_;
+            tokens += length(i) * rows;
         }
-        num_tasks_ = first_task_[lists];
+        num_tasks_ = first_task_[num_lists_];
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
             keep_query<T, K>(static_cast<const T*>(a.query) + i * a.D, a.D,
-                             query_ + i * query_stride_);
-        part_ = static_cast<float*>(workspace(2, num_tasks_ * G_ * part_size() * 4));
+                             query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
+        part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * part_size() * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
         if (a.low_rank) {
@@ -106,26 +103,28 @@ class Attention {
     // Tokens whose weights are reduced together, at most.
     static constexpr int64_t kBlock = 1024;
 
-    // The reading order of a sequence and KV head: from `begin` to `end`.
-    void range(int64_t list, int64_t& begin, int64_t& end) const {
-        const int64_t b = list / a_.Hkv, h = list % a_.Hkv;
-        if (a_.indices) {
-            begin = 0;
-            end = a_.counts[b * a_.index_heads + (a_.index_heads == 1 ? 0 : h)] * a_.unit;
-        } else {
-            begin = a_.window && a_.lengths[b] > a_.window ? a_.lengths[b] - a_.window : 0;
-            end = a_.lengths[b];
-        }
+    // Where a row's query head stands among all: those of a block and KV head one after another.
+    int64_t place(int64_t b, int64_t head) const {
+        const int64_t block = row_blocks_.of(b), first = row_blocks_.first(block);
+        const int64_t heads = row_blocks_.rows(block) * G_;
+        return first * a_.Hq + head / G_ * heads + (b - first) * G_ + head % G_;
+    }
+
+    // Tokens of a list: those of the last row of its block, which reads most.
+    int64_t length(int64_t list) const {
+        int64_t begin, end;
+        row_blocks_.range(row_blocks_.first(list / a_.Hkv + 1) - 1, list % a_.Hkv, begin, end);
+        return end - begin;
     }
 
     Source<K> source(int64_t b, int64_t h, LowRankKeys<K>* low_rank) const {
-        const int64_t length = a_.lengths[b], head = a_.index_heads == 1 ? 0 : h;
+        const int64_t length = a_.lengths[b];
         return {static_cast<const K*>(a_.keys.data) + h * a_.keys.head_stride,
                 static_cast<const K*>(a_.values.data) + h * a_.values.head_stride,
                 a_.keys,
                 a_.values,
                 a_.table + b * a_.table_stride,
-                a_.indices ? a_.indices + (b * a_.index_heads + head) * a_.n : nullptr,
+                row_blocks_.indices(b, h),
                 a_.unit,
                 a_.page_size,
                 a_.window && length > a_.window ? length - a_.window : 0,
@@ -136,15 +135,16 @@ class Attention {
     // Numbers that a row stores per split.
     int64_t part_size() const { return out_stride_ + Vector::width + 1; }
 
-    Rows part(int64_t task) const {
-        float* p = part_ + task * G_ * part_size();
-        float *weight = p + G_ * out_stride_, *largest = weight + G_ * Vector::width;
-        return {G_, out_stride_, largest, weight, out_stride_ ? p : nullptr};
+    Rows part(int64_t task, int64_t list) const {
+        const int64_t rows = row_blocks_.rows(list / a_.Hkv) * G_;
+        float* p = part_ + (first_part_[list] + (task - first_task_[list]) * rows) * part_size();
+        float *weight = p + rows * out_stride_, *largest = weight + rows * Vector::width;
+        return {rows, out_stride_, largest, weight, out_stride_ ? p : nullptr};
     }
 
     // The list with first_task_[list] <= task < first_task_[list + 1].
     int64_t list_of(int64_t task) const {
-        int64_t low = 0, high = a_.B * a_.Hkv;
+        int64_t low = 0, high = num_lists_;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             (first_task_[middle] <= task ? low : high) = middle;
@@ -152,15 +152,27 @@ class Attention {
         return low;
     }
 
+    // What all rows of the block read, once; then what each of them reads by itself.
     void chunk(int64_t task, int64_t list) const {
-        const int64_t b = list / a_.Hkv, h = list % a_.Hkv, row = b * a_.Hq + h * G_;
-        int64_t begin, end;
-        range(list, begin, end);
-        const int64_t size = chunk_size(end - begin);
-        begin += (task - first_task_[list]) * size;
-        if (end > begin + size) end = begin + size;
-        const Rows rows = part(task);
+        const int64_t block = list / a_.Hkv, h = list % a_.Hkv, first = row_blocks_.first(block);
+        const Rows rows = part(task, list);
         rows.clear();
+        const int64_t size = chunk_size(length(list)), offset = (task - first_task_[list]) * size;
+        const int64_t shared = row_blocks_.shared(block, h);
+        if (offset < shared)
+            read(source(first, h, nullptr), offset, lesser(shared, offset + size),
+                 place(first, h * G_), rows);
+        for (int64_t b = first; b < first + row_blocks_.rows(block); b++) {
+            int64_t begin, end;
+            row_blocks_.range(b, h, begin, end);
+            begin += offset;
+            end = lesser(end, begin + size);
+            chunk_of_row(b, h, begin < shared ? shared : begin, end, rows.some((b - first) * G_, G_));
+        }
+    }
+
+    void chunk_of_row(int64_t b, int64_t h, int64_t begin, int64_t end, const Rows& rows) const {
+        const int64_t row = place(b, h * G_);
         if constexpr (kScaled) {
             read(source(b, h, nullptr), begin, end, row, rows);
         } else if (plain_query_) {
@@ -238,37 +250,40 @@ class Attention {
         }
     }
 
-    // Combines the splits of one sequence and KV head.
+    // Combines the splits of one block of rows and KV head.
     void join(int64_t list) const {
-        const int64_t b = list / a_.Hkv, h = list % a_.Hkv;
-        for (int64_t g = 0; g < G_; g++) {
-            const int64_t head = h * G_ + g, row = b * a_.Hq + head;
-            const float* sinks = a_.scoring.sinks;
-            float top = sinks ? sinks[head] : -INFINITY;
-            for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
-                const float other = part(i).largest[g];
-                if (other > top) top = other;
-            }
-            const float origin = top == -INFINITY ? 0.0f : top;
-            float weight = sinks ? expf(sinks[head] - origin) : 0.0f;
-            for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
-                const Rows rows = part(i);
-                rows.largest[g] = expf(rows.largest[g] - origin);  // from here on: its share
-                weight += total(load(rows.weight + g * Vector::width)) * rows.largest[g];
-            }
-            total_[2 * row] = origin;
-            total_[2 * row + 1] = logf(weight);
-            if (!a_.out) continue;
-            T* out = static_cast<T*>(a_.out) + row * a_.Dv;
-            for (int64_t d = 0; d < a_.Dv; d += Vector::width) {
-                Vector sum = broadcast(0.0f);
-                for (int64_t i = first_task_[list]; i < first_task_[list + 1]; i++) {
-                    const Rows rows = part(i);
-                    sum = fma(broadcast(rows.largest[g]), load(rows.out + g * out_stride_ + d), sum);
-                }
-                const int64_t n = a_.Dv - d < Vector::width ? a_.Dv - d : Vector::width;
-                store(out + d, sum / broadcast(weight), static_cast<int>(n));
-            }
+        const int64_t first = row_blocks_.first(list / a_.Hkv), h = list % a_.Hkv;
+        const int64_t splits = first_task_[list + 1] - first_task_[list];
+        const Rows rows = part(first_task_[list], list);
+        for (int64_t row = 0; row < rows.count; row++)
+            join(rows.some(row, 1), splits, rows.count * part_size(), first + row / G_,
+                 h * G_ + row % G_);
+    }
+
+    // Query head `head` of row b; the same row of the next split is `stride` numbers further.
+    void join(const Rows& row, int64_t splits, int64_t stride, int64_t b, int64_t head) const {
+        const float* sinks = a_.scoring.sinks;
+        float top = sinks ? sinks[head] : -INFINITY;
+        for (int64_t i = 0; i < splits; i++)
+            if (row.largest[i * stride] > top) top = row.largest[i * stride];
+        const float origin = top == -INFINITY ? 0.0f : top;
+        float weight = sinks ? expf(sinks[head] - origin) : 0.0f;
+        for (int64_t i = 0; i < splits; i++) {
+            float& share = row.largest[i * stride];
+            share = expf(share - origin);
+            weight += total(load(row.weight + i * stride)) * share;
+        }
+        float* totals = total_ + 2 * place(b, head);
+        totals[0] = origin;
+        totals[1] = logf(weight);
+        if (!a_.out) return;
+        T* out = static_cast<T*>(a_.out) + (b * a_.Hq + head) * a_.Dv;
+        for (int64_t d = 0; d < a_.Dv; d += Vector::width) {
+            Vector sum = broadcast(0.0f);
+            for (int64_t i = 0; i < splits; i++)
+                sum = fma(broadcast(row.largest[i * stride]), load(row.out + i * stride + d), sum);
+            store(out + d, sum / broadcast(weight),
+                  static_cast<int>(lesser(a_.Dv - d, Vector::width)));
         }
     }
 
@@ -279,7 +294,7 @@ class Attention {
         alignas(64) float token[kBlock];
         for (int64_t r = 0; r < a_.num_requests; r++) {
             const Request& request = a_.requests[r];
-            over_heads(b, 0, a_.Hq, request.sum, begin, known, token);
+            over_heads(b, 0, a_.Hkv, request.sum, begin, known, token);
             float* out = request.out + b * (N_ / request.unit);
             for (int64_t t = begin; t < end; t += request.unit) {
                 float sum = 0.0f;
@@ -288,23 +303,30 @@ class Attention {
             }
         }
         for (int64_t h = 0; a_.weights && h < a_.Hkv; h++) {
-            over_heads(b, h * G_, G_, false, begin, known, token);
+            over_heads(b, h, 1, false, begin, known, token);
             float* out = a_.weights + (b * a_.Hkv + h) * N_;
             for (int64_t t = begin; t < end; t++) out[t] = t < known ? token[t - begin] : 0.0f;
         }
     }
 
+    // Over the query heads of some KV heads.
     void over_heads(int64_t b, int64_t first, int64_t heads, bool sum, int64_t begin, int64_t end,
                     float* token) const {
+        const int64_t lead = place(b, first * G_);
+        const int64_t all = row_blocks_.rows(row_blocks_.of(b)) * G_;
         for (int64_t t = begin; t < end; t += Vector::width) {
             const int64_t rest = end - t;
             Vector result = broadcast(sum ? 0.0f : -INFINITY);
-            for (int64_t h = first; h < first + heads; h++) {
-                const int64_t row = b * a_.Hq + h;
-                const float* raw = raw_ + row * N_ + t;
-                const Vector s = rest >= Vector::width ? load(raw) : load(raw, static_cast<int>(rest));
-                const Vector x = s - broadcast(total_[2 * row]) - broadcast(total_[2 * row + 1]);
-                result = sum ? result + exponential(x) : max(result, x);
+            for (int64_t h = 0; h < heads; h++) {
+                const int64_t from = lead + h * all;
+                for (int64_t row = from; row < from + G_; row++) {
+                    const float* raw = raw_ + row * N_ + t;
+                    const Vector s =
+                        rest >= Vector::width ? load(raw) : load(raw, static_cast<int>(rest));
+                    const Vector x =
+                        s - broadcast(total_[2 * row]) - broadcast(total_[2 * row + 1]);
+                    result = sum ? result + exponential(x) : max(result, x);
+                }
             }
             if (!sum) result = exponential(result);
             store(token + (t - begin), result);
@@ -313,9 +335,12 @@ class Attention {
 
     const Attend& a_;
     const int64_t G_, N_;
-    int64_t query_stride_, out_stride_, num_tasks_, block_;
+    const RowBlocks row_blocks_;
+    // A list: what a block of rows reads of a KV head.
+    int64_t query_stride_, out_stride_, num_lists_, num_tasks_, block_;
     bool parallel_;
-    int64_t *first_task_, *left_;  // of each list: its first split, splits not yet finished
+    // Of each list: its first split, the first row of its splits, splits not yet finished.
+    int64_t *first_task_, *first_part_, *left_;
     Query* query_;
     float* plain_query_ = nullptr;  // for keys that are columns
     int64_t room_size_ = 0;

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation import drafting
@@ -17,20 +18,26 @@ from keyhole.engine.speculation.draft_runner import DraftRunner
 COUNT = 4
 
 
+def pages_by_digest(index: PrefixIndex) -> dict[bytes, int]:
+    """The cached pages of an index."""
+    entries = index._entries
+    return {entries.digest(entry): entries.pages[entry] for entry in entries.oldest_first()}
+
+
 class Erring:
     """Proposes what follows in known texts; a token is wrong with a probability of `error`.
 
     There are from 0 to the wanted number of tokens; after a wrong one they may be right again.
     """
 
-    def __init__(self, texts: Iterable[list[int]], vocab_size: int, error: float = 0.3) -> None:
-        self._texts = list(texts)
+    def __init__(self, texts: Iterable[Iterable[int]], vocab_size: int, error: float = 0.3) -> None:
+        self._texts = [list(text) for text in texts]
         self._vocab_size, self._error = vocab_size, error
         self._random = random.Random(0)
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         assert most >= 1
-        known = sequence.tokens
+        known = sequence.tokens.tolist()
         text = next((t for t in self._texts if t[: len(known)] == known), None)
         if text is None:
             return []

@@ -25,7 +25,13 @@ from keyhole.models.model import Model
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_model
 from tests.engine.requests_machine import GREEDY, RequestsMachine
-from tests.engine.speculation.drafts import COUNT, Erring, replaying, under_draft
+from tests.engine.speculation.drafts import (
+    COUNT,
+    Erring,
+    pages_by_digest,
+    replaying,
+    under_draft,
+)
 from tests.policies.models import VOCAB, prompt
 from tests.policies.recording import PAGE, run
 from tests.retrieval.drafts import make_draft
@@ -116,10 +122,10 @@ class Machine(RequestsMachine):
     def compare_prefixes(self, other: Engine) -> None:
         assert self.engine.prefix is not None
         assert other.prefix is not None
-        mine, theirs = self.engine.prefix._pages, other.prefix._pages
+        mine, theirs = pages_by_digest(self.engine.prefix), pages_by_digest(other.prefix)
         assert mine.keys() <= theirs.keys()
-        pages = [mine[digest][0] for digest in mine]
-        others = [theirs[digest][0] for digest in mine]
+        pages = [mine[digest] for digest in mine]
+        others = [theirs[digest] for digest in mine]
         for keys, data in zip(self.engine.cache.keys, self.engine.cache.data, strict=True):
             assert torch.equal(data["low"][pages], keys[pages].amin(2))
             assert torch.equal(data["high"][pages], keys[pages].amax(2))

@@ -32,7 +32,14 @@ from keyhole.eval.policy_trace import Traced
 from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.engine.pair import SMALL, Pair, model, models, small, zeros
-from tests.engine.speculation.drafts import COUNT, Erring, knowing, rows_of_steps, under_draft
+from tests.engine.speculation.drafts import (
+    COUNT,
+    Erring,
+    knowing,
+    pages_by_digest,
+    rows_of_steps,
+    under_draft,
+)
 from tests.policies.models import VOCAB, prompt, with_head
 from tests.policies.recording import PAGE, make_engine, run
 
@@ -196,11 +203,11 @@ def test_the_prefix_cache_has_accepted_tokens_only(model: Model) -> None:
     assert_drafted(served(engine))
     assert plain.prefix is not None
     assert engine.prefix is not None
-    mine, theirs = engine.prefix._pages, plain.prefix._pages
+    mine, theirs = (pages_by_digest(one.prefix) for one in (engine, plain))
     assert mine.keys() == theirs.keys()
     assert len(mine) > 40
-    pages = [mine[digest][0] for digest in mine]
-    others = [theirs[digest][0] for digest in mine]
+    pages = [mine[digest] for digest in mine]
+    others = [theirs[digest] for digest in mine]
     for one, other in zip(engine.cache._tensors(), plain.cache._tensors(), strict=True):
         assert (one[pages] - other[others]).abs().max() <= 1e-5
     for keys, data in zip(engine.cache.keys, engine.cache.data, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,8 +52,11 @@ def test_examples(text: list[int], wanted: list[int]) -> None:
 def test_texts_grow_and_do_not_mix() -> None:
     lookup = PromptLookup()
     texts = [[1, 2, 3, 1], [4, 4, 5]]
-    made = [Sequence(list(text), SamplingParams(max_tokens=9), Detokenizer(None)) for text in texts]
+    made = [
+        Sequence(array("i", text), SamplingParams(max_tokens=9), Detokenizer(None))
+        for text in texts
+    ]
     for token in (2, 5, 4, 3, 1, 2, 4, 4, 5):
         for sequence in made:
-            assert lookup.propose(sequence, 3) == searched(sequence.tokens, 3)
+            assert lookup.propose(sequence, 3) == searched(sequence.tokens.tolist(), 3)
             sequence.tokens.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -40,7 +41,9 @@ def drawn(settings: dict[str, Any], logits: Tensor = LOGITS) -> Counter[tuple[in
     sequences = []
     for seed in range(DRAWS):
         params = SamplingParams(max_tokens=50, seed=seed, **settings).resolve({})
-        sequences.append(Sequence(list(PROMPT), params, Detokenizer(None), drafts=DraftCounters()))
+        sequences.append(
+            Sequence(array("i", PROMPT), params, Detokenizer(None), drafts=DraftCounters())
+        )
     for sequence in sequences:
         sequence.num_computed = len(PROMPT)
     plan = SchedulerOutput(decodes=sequences, drafts={s: list(DRAFT) for s in sequences})

@@ -21,6 +21,7 @@ namespace {
 #include "tile.h"
 #include "low_rank.h"
 #include "source.h"
+#include "row_blocks.h"
 #include "attend.h"
 #include KEYHOLE_PROMPT_TILES
 #include "prefill.h"

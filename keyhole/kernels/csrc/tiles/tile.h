@@ -5,6 +5,7 @@
 constexpr int kTile = 16;
 
 static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <class T>
 struct Tile {
@@ -53,11 +54,14 @@ template <class T>
 struct Ahead {
     static constexpr int line = 64 / sizeof(T);
     const T* const* rows;  // or null: no prefetch
+    const int64_t size;  // numbers of a row, its scale included
+    const bool contiguous;
     bool whole;
     const bool second = ask_second_level;
 
-    Ahead(const T* const* rows, int64_t D)
-        : rows(rows), whole(rows && rows[kTile - 1] - rows[0] == (kTile - 1) * D) {}
+    Ahead(const T* const* rows, int64_t size)
+        : rows(rows), size(size),
+          contiguous(rows && rows[kTile - 1] - rows[0] == (kTile - 1) * size), whole(contiguous) {}
 
     // At column d, as many lines as N rows: one of each from t on, or in memory order for a
     // contiguous tile.
@@ -66,14 +70,22 @@ struct Ahead {
         if (!rows || d % line) return;
         for (int n = 0; n < N; n++)
             ask(whole ? rows[t] + d * N + n * line : rows[t + n] + d);
+        for (int n = 0; n < N && d == 0; n++) ask_end(t + n);
     }
     // At column d, as many lines as N vectors of row t, as above.
     template <int N>
     [[gnu::always_inline]] void ask_columns(int t, int64_t d) const {
         if (!rows || d % line) return;
-        constexpr int size = N * Vector::width;
-        const T* from = whole ? rows[0] + d * kTile + t * size : rows[t] + d;
-        for (int i = 0; i < size; i += line) ask(from + i);
+        constexpr int numbers = N * Vector::width;
+        const T* from = whole ? rows[0] + d * kTile + t * numbers : rows[t] + d;
+        for (int i = 0; i < numbers; i += line) ask(from + i);
+        if (d == 0) ask_end(t);
+    }
+    // The line of the scale behind row t: one more than its numbers take, for each row or, of a
+    // contiguous tile, for the last one.
+    [[gnu::always_inline]] void ask_end(int t) const {
+        if (Scaled<T>::bytes && (!contiguous || t == 0))
+            ask(rows[contiguous ? kTile - 1 : t] + size - 1);
     }
     [[gnu::always_inline]] void ask(const T* number) const {
         if (second) __builtin_prefetch(number, 0, 2);
@@ -200,6 +212,11 @@ struct Rows {
     int64_t count, stride;  // stride of `out`: Dv padded to whole vectors
     float *largest, *weight, *out;  // `weight`: a vector of parts for each row
 
+    // `number` of these rows, from `first` on.
+    Rows some(int64_t first, int64_t number) const {
+        return {number, stride, largest + first, weight + first * Vector::width,
+                out ? out + first * stride : nullptr};
+    }
     void clear() const {
         for (int64_t h = 0; h < count; h++) largest[h] = -INFINITY;
         for (int64_t i = 0; i < count * Vector::width; i++) weight[i] = 0.0f;
