@@ -70,8 +70,9 @@ class MemoryModel:
     take beside the tensors (ids, page numbers, the index of prefixes), and the scores of its tokens
     in a step. request_bytes: per request, independent of its length. staging_bytes: buffers for
     copies between the tiers, allocated while a layer is offloaded. document_bytes: stored documents
-    that stay in the cache's memory. runtime_bytes: the rest, such as a step's activations or a CUDA
-    context.
+    that stay in the cache's memory. gathered_token_bytes: where prompts read a copy of a layer's
+    keys and values, as on a GPU, that of a token; one request may have all tokens. runtime_bytes:
+    the rest, such as a step's activations or a CUDA context.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -88,6 +89,7 @@ class MemoryModel:
     request_bytes: int = 0
     staging_bytes: int = 0
     document_bytes: int = 0
+    gathered_token_bytes: int = 0
     runtime_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class MemoryModel:
             value = getattr(self, name)
             require(is_count(value), name, value, "a whole number >= 1")
         # Otherwise an infinite sequence would fit once every layer is offloaded.
-        assert self._page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
+        assert self.page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
 
     @classmethod
     def paper(
@@ -143,6 +145,7 @@ class MemoryModel:
         request_bytes: int = 0,
         staging_bytes: int = 0,
         document_bytes: int = 0,
+        gathered_token_bytes: int = 0,
         runtime_bytes: int = 0,
     ) -> MemoryModel:
         """The terms of our own engine; `keyhole.cache.layout` has layers and page data.
@@ -163,6 +166,7 @@ class MemoryModel:
             request_bytes=request_bytes,
             staging_bytes=staging_bytes,
             document_bytes=document_bytes,
+            gathered_token_bytes=gathered_token_bytes,
             runtime_bytes=runtime_bytes,
         )
 
@@ -197,6 +201,7 @@ class MemoryModel:
             "head_keys": tokens * self.head_token_bytes,
             "side_data": pages * self.side_page_bytes,
             "lists": pages * self.list_page_bytes,
+            "gathered": tokens * self.gathered_token_bytes,
             "buffers": self.requests * self.buffer_tokens * slots,
             "requests": self.requests * self.request_bytes,
             "staging": self.staging_bytes if offloaded else 0,
@@ -205,7 +210,7 @@ class MemoryModel:
         }
 
     def cache_bytes(self, pages: int, offloaded: int) -> int:
-        """The terms of the KV cache: keys and values, side data and lists, buffers, staging,
+        """The terms of the KV cache: keys and values, what goes with their pages, buffers, staging,
         documents.
         """
         return sum(self.terms(pages, offloaded).values()) - self.beside_bytes
@@ -225,7 +230,7 @@ class MemoryModel:
     def capacity(self, memory: int, offloaded: int) -> int:
         """The most pages, of all requests together, that fit into `memory`; 0 if none does."""
         left = memory - sum(self.terms(0, offloaded).values())
-        return max(0, left // self._page_bytes(offloaded))
+        return max(0, left // self.page_bytes(offloaded))
 
     def thresholds(self, memory: int) -> tuple[int, ...]:
         """S_0 to S_L: the longest sequences that fit with i layers offloaded; 0 where no page does.
@@ -267,8 +272,9 @@ class MemoryModel:
         down = sum(self.layers[i].token_bytes for i in self.order[:offloaded])
         return sum(layer.token_bytes for layer in self.layers) - down
 
-    def _page_bytes(self, offloaded: int) -> int:
-        tokens = self._token_bytes(offloaded) + self.head_token_bytes
+    def page_bytes(self, offloaded: int) -> int:
+        """Resident bytes of a page more, of any request."""
+        tokens = self._token_bytes(offloaded) + self.head_token_bytes + self.gathered_token_bytes
         return self.page_size * tokens + self.side_page_bytes + self.list_page_bytes
 
 

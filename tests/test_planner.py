@@ -64,6 +64,7 @@ def models(draw: st.DrawFn) -> MemoryModel:
         head_weight_bytes=draw(st.integers(0, 1000)),
         request_bytes=draw(st.integers(0, 1000)),
         staging_bytes=draw(st.integers(0, 1000)),
+        gathered_token_bytes=draw(st.integers(0, 100)),
         runtime_bytes=draw(st.integers(0, 1000)),
     )
 

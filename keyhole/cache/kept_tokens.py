@@ -12,6 +12,7 @@ documents, at their positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -173,6 +174,15 @@ class KeptTokenRows:
         # Cached: layers request it repeatedly, and the prefetcher compares selections by identity.
         self._listed: dict[tuple[int, int | None], Selection] = {}
         self._found: dict[tuple[int, Selection], Selection] = {}
+
+    def on(self, place: torch.device) -> KeptTokenRows:
+        """The same for layers on another device."""
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(found, name, value.to(place))
+        found._listed, found._found = {}, {}
+        return found
 
     def anywhere(self) -> Selection:
         """The positions of all tokens that any layer has; unit 1."""

@@ -150,7 +150,7 @@ _PAGE_LIST_BYTES = 104
 #: Of a token: its id (4), its text (4), its time and that of its step (8 each). Those of a prompt
 #: have only the id.
 _TOKEN_LIST_BYTES = 24
-_SCORE_BYTES = 4
+_FLOAT_BYTES = 4
 #: A buffer slot stores its token, per head, as an int32.
 _ENTRY_BYTES = 4
 
@@ -182,13 +182,15 @@ def memory_model(
     num_heads: int | None = None,
     scores: int = 0,
     document_bytes: int = 0,
+    gathers: bool = False,
 ) -> MemoryModel:
     """Every memory term of an engine, for the engine and `keyhole plan` alike.
 
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
     shapes of side data per page, of all layers and of the head. movable: layers that the policy can
     offload; None: all that can be. num_heads: as for `layer_memory`. scores: `Policy.token_scores`.
-    document_bytes: stored documents that stay in the cache's memory.
+    document_bytes: stored documents that stay in the cache's memory. gathers: whether prompts read
+    a copy of a layer's keys and values, as on a GPU; on a CPU they are read in place.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -208,6 +210,7 @@ def memory_model(
         list_page_bytes=list_bytes(geometry.page_size, scores),
         request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES),
         document_bytes=document_bytes,
+        gathered_token_bytes=gathered_bytes(geometry) if gathers else 0,
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,
     )
 
@@ -217,7 +220,24 @@ def list_bytes(page_size: int, scores: int = 0) -> int:
 
     scores: float32 numbers of each token that exist at once in a step.
     """
-    return _PAGE_LIST_BYTES + page_size * (_TOKEN_LIST_BYTES + scores * _SCORE_BYTES)
+    return _PAGE_LIST_BYTES + page_size * (_TOKEN_LIST_BYTES + scores * _FLOAT_BYTES)
+
+
+def gathered_bytes(geometry: Geometry) -> int:
+    """The most bytes per token of what `kernels.prefill` copies of a layer on a GPU.
+
+    Keys and values in the model's dtype. Those of 8 bits are copied as they are, their scales once
+    more, converted to float32, multiplied, and rounded, first the keys and then the values.
+    """
+    most = 0
+    for layer in geometry.layers:
+        numbers = (layer.key_dim + layer.value_dim) * geometry.itemsize
+        if geometry.kv_dtype != "auto":
+            stored = layer.value_row + layer.scale_bytes
+            converted = 2 * _FLOAT_BYTES * layer.value_dim
+            numbers = layer.key_dim * geometry.itemsize + stored + converted
+        most = max(most, layer.num_kv_heads * numbers)
+    return most
 
 
 def layer_memory(geometry: Geometry, num_heads: int | None = None) -> tuple[LayerMemory, ...]:

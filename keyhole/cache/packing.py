@@ -100,21 +100,23 @@ def move_tokens(
     found, int64 [M]. old: their former places; None: their positions. there: bool [L, C], by
     position, the tokens to move.
     """
-    device = before.device
-    cleared = torch.from_numpy(pages.listed_pages()).to(device) if any(cache.data) else None
+    cleared = torch.from_numpy(pages.listed_pages()) if any(cache.data) else None
     for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
         positions, places = new.moves(layer)
+        device = cache.place(layer)
         has = there[layer].numpy()[positions]
         former, places = positions[has], places[has]
         if old is not None:
             former = old.places[layer].numpy()[former]
         tokens = torch.from_numpy(former.astype(np.int64)).to(device)
         shared = cache.geometry.layers[layer].shared_values
-        key = kernels.gather_rows(keys, before, tokens)
-        value = None if shared else kernels.gather_rows(values, before, tokens)
+        table = before.to(device)
+        key = kernels.gather_rows(keys, table, tokens)
+        value = None if shared else kernels.gather_rows(values, table, tokens)
         if cleared is not None:  # summaries see nothing of former tokens
-            keys[cleared] = 0
-            values[cleared] = 0
+            there_before = cleared.to(device)
+            keys[there_before] = 0
+            values[there_before] = 0
         slots = torch.from_numpy(pages.slots(places)).to(device)
         kernels.append(keys, None if shared else values, key, value, slots)
         yield

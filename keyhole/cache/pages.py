@@ -96,7 +96,7 @@ class PageCache:
         self._stores: dict[int, Store] = {}  # offloaded layers
         self.empty = empty = torch.empty(0, dtype=dtype, device=device)
         self.empty_rows = empty.to(STORED.get(geometry.kv_dtype, dtype))
-        places = layer_devices or [device] * geometry.num_layers
+        places = [self.place(layer) for layer in range(geometry.num_layers)]
         self._pages = [
             self.empty_rows.new_empty(
                 0, layout.num_kv_heads, self.page_size * layout.numbers_per_head, device=place
@@ -111,6 +111,10 @@ class PageCache:
         self.common = {
             name: empty.new_empty(0, *shape) for name, shape in self._common_shapes.items()
         }
+
+    def place(self, layer: int) -> torch.device:
+        """The device of a layer."""
+        return self.device if self.layer_devices is None else self.layer_devices[layer]
 
     @property
     def capacity(self) -> int:

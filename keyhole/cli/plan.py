@@ -3,8 +3,8 @@
 No weights are loaded. Layers that do not fit are offloaded (to RAM or disk), the last one first,
 and keep a buffer of token_budget tokens in memory. With --policy, the plan is that of LLM(policy,
 offload=FOLDER) with the same --memory or --total-memory: it includes the data of the policy and its
-retrieval head, and layers that the policy reads in full stay in memory. On a GPU, total memory
-excludes the CUDA context, and one more request is counted if steps are recorded.
+retrieval head, and layers that the policy reads in full stay in memory. On a GPU (--device cuda),
+total memory excludes the CUDA context, and one more request is counted if steps are recorded.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
 
 _PRESETS = ("measured", "paper")
+_DEVICES = ("cpu", "cuda")
 _FIRST_LENGTH = 1024
 _WIDTH = 100
 
@@ -66,6 +67,9 @@ class PlanSettings:
     )
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
     kv_dtype: str = setting("auto", "of keys and values: int8 or fp8; auto: that of the model")
+    device: str = setting(
+        "cpu", "cpu or cuda, where a prompt reads a copy of one layer's keys and values"
+    )
 
     def __post_init__(self) -> None:
         if (self.memory is None) == (self.total_memory is None):
@@ -80,6 +84,8 @@ class PlanSettings:
             raise UnknownNameError("preset", self.preset, _PRESETS)
         if self.kv_dtype not in KV_DTYPES:
             raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.device not in _DEVICES:
+            raise UnknownNameError("device", self.device, _DEVICES)
         if self.preset == "paper" and self.kv_dtype != "auto":
             raise ConfigError(
                 f"preset 'paper' counts 2 bytes per number, not kv_dtype {self.kv_dtype!r}; "
@@ -171,6 +177,7 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
         requests=settings.requests,
         token_budget=settings.token_budget,
         prefill_chunk=chunk,
+        gathers=settings.device == "cuda",
     )
 
 
@@ -206,6 +213,7 @@ def _under_policy(
         layers=layers,
         requests=settings.requests,
         prefill_chunk=EngineConfig.prefill_chunk,
+        gathers=settings.device == "cuda",
     )
 
 

@@ -98,6 +98,7 @@ def memory_of(
     requests: int,
     prefill_chunk: int,
     document_bytes: int = 0,
+    gathers: bool = False,
 ) -> MemoryModel:
     """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
     return memory_model(
@@ -111,6 +112,7 @@ def memory_of(
         num_heads=policy.selection_heads(geometry),
         scores=policy.token_scores(geometry),
         document_bytes=document_bytes,
+        gathers=gathers,
     )
 
 
@@ -173,9 +175,10 @@ def allocate(
             requests=num_rows,
             prefill_chunk=config.prefill_chunk,
             document_bytes=hot,
+            gathers=model.device.type == "cuda",
         )
         plan = make_plan(memory, config)
-        room, page_bytes = plan.cache_memory, page_bytes + memory.list_page_bytes
+        room, page_bytes = plan.cache_memory, memory.page_bytes(0)
     elif config.memory is None and model.layer_devices is not None:
         room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
     else:

@@ -35,6 +35,10 @@ class Chunk:
     first: int = 0
     slot: int = 0
 
+    def on(self, place: torch.device) -> Chunk:
+        """The same for layers on another device."""
+        return replace(self, pages=self.pages.to(place))
+
 
 @dataclass
 class ScatteredChunk:
@@ -67,6 +71,20 @@ class ScatteredChunk:
     start: int = 0
     known: int = 0
     places: Sequence[Tensor] | None = None
+
+    def on(self, place: torch.device) -> ScatteredChunk:
+        """The same for layers on another device; layers that share a tensor share its copy."""
+        rows = [*self.seen, *(self.places or ())]
+        sent = {id(row): row.to(place) for row in {id(row): row for row in rows}.values()}
+        return replace(
+            self,
+            positions=self.positions.to(place),
+            pages=self.pages.to(place),
+            seen=[sent[id(row)] for row in self.seen],
+            written=None if self.written is None else self.written.to(place),
+            stored=None if self.stored is None else self.stored.to(place),
+            places=None if self.places is None else [sent[id(row)] for row in self.places],
+        )
 
     def places_in(self, layer: int) -> Tensor:
         """Where a layer has these tokens, int64 [T]."""
@@ -143,6 +161,7 @@ class Batch:
         if self.cache.layer_devices is not None:
             home = self.cache.device
             self._handed_to(home)
+            self.hidden.update({layer: x.to(home) for layer, x in self.hidden.items()})
             self.reads[:] = [_selection(one, home) for one in self.reads]
 
     def _handed_to(self, place: torch.device) -> Batch:
@@ -166,15 +185,17 @@ class Batch:
 
     def _copied(self, place: torch.device) -> Batch:
         """A copy whose tensors are on a device; what layers append is shared."""
-        step = self.step
+        step, chunks = self.step, [chunk.on(place) for chunk in self.chunks]
+        scattered = [chunk for chunk in chunks if isinstance(chunk, ScatteredChunk)]
         if step is not None:
-            rows = step.sequences
+            rows, kept = step.sequences, step.kept_tokens
             step = replace(
                 step,
                 lengths=step.lengths.to(place),
                 pages=step.pages.to(place),
                 page_table=step.page_table.to(place),
                 sequences=replace(rows, prompts=rows.prompts.to(place), slots=rows.slots.to(place)),
+                kept_tokens=None if kept is None else kept.on(place),
             )
         return replace(
             self,
@@ -182,7 +203,8 @@ class Batch:
             newest=self.newest.to(place),
             touched=None if self.touched is None else self.touched.to(place),
             filled=None if self.filled is None else self.filled.to(place),
-            chunks=[replace(chunk, pages=chunk.pages.to(place)) for chunk in self.chunks],
+            chunks=chunks,
+            rewrite=None if self.rewrite is None else scattered[0],
             step=step,
         )
 

@@ -24,6 +24,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
 from keyhole.models.model import Model
+from keyhole.models.modules import sequence_adapters
 from keyhole.policies.base import Policy
 
 #: What `LLM(device_map=)` takes.
@@ -86,18 +87,13 @@ def wanted_devices(device_map: DeviceMap) -> list[torch.device]:
     return found
 
 
-def require_alone(device_map: DeviceMap, device: str | torch.device, adapters: object) -> None:
-    """ConfigError for a wrong map, and for arguments of `load` that it does not go with."""
+def require_alone(device_map: DeviceMap, device: str | torch.device) -> None:
+    """ConfigError for a wrong map, and for a device beside it."""
     if device_map is None:
         return
     wanted_devices(device_map)
     if device != _AUTO:
         raise ConfigError(f"device {str(device)!r} goes without device_map, which has the devices")
-    if adapters:
-        raise ConfigError(
-            "adapters= cannot be used with device_map; give the folder of one adapter as the "
-            "model, which merges it"
-        )
 
 
 def place_layers(
@@ -154,7 +150,6 @@ def settings(
     named = {
         "offload": config.offload,
         "total_memory": config.total_memory,
-        "draft": config.draft,
         "prefill_policy": config.prefill_policy,
     }
     for name, value in named.items():
@@ -322,11 +317,13 @@ class _Send:
         self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook before a layer."""
+        sequence_adapters.send(self.place)
         sent = {name: on_device(value, self.place) for name, value in named.items()}
         return on_device(given, self.place), sent
 
     def outputs(self, _: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
         """A hook after a layer."""
+        sequence_adapters.send(self.place)
         return on_device(out, self.place)
 
 

@@ -102,7 +102,7 @@ def load(
     """
     place, number = one_device(device), _dtype(dtype)  # before anything is downloaded
     _require_cpu(weight_format(weights), place)
-    require_alone(device_map, device, adapters)
+    require_alone(device_map, device)
     return load_files(locate(name), place, number, tokenizer, accept, weights, adapters, device_map)
 
 
@@ -343,7 +343,12 @@ def _read_whole_config(found: ModelFiles) -> Any:
     if found.gguf is not None:
         gguf_file.require_packages()
     try:
-        return AutoConfig.from_pretrained(found.name, **found.options)
+        config = AutoConfig.from_pretrained(found.name, **found.options)
+        if found.gguf is not None:
+            gguf_file.complete(config, found.config)
+        return config
+    except ModelError:
+        raise
     except Exception as error:  # any library involved may raise its own error
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(

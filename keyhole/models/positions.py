@@ -59,8 +59,6 @@ class RopeShift:
                 f"model {model.name!r} has layers with a recurrent state, which depends on every "
                 "earlier token: stored documents cannot be joined there"
             )
-        if model.layer_devices is not None:
-            raise ConfigError("stored documents cannot be used with device_map; leave one out")
         return cls.of(model)
 
     @classmethod

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
+from keyhole.documents.integrity import RecordError
+from keyhole.documents.record import read_header
+from keyhole.documents.storage import LocalReader
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import (
     CapacityError,
@@ -18,6 +22,7 @@ from keyhole.errors import (
     UnknownNameError,
 )
 from keyhole.reuse import make_reuse
+from tests.cache.test_documents_damage import flip
 from tests.checkpoints import make_model
 
 FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -185,3 +190,44 @@ def test_a_document_that_is_damaged_stops_its_own_question_only(llm: LLM, tmp_pa
     assert len(good.generated) == 3
     llm.engine.check_integrity()
     assert llm.ask("which?", ["faq"], params=FEW).token_ids == wanted.token_ids
+
+
+def record_of(llm: LLM, folder: Path, name: str) -> Path:
+    (path,) = (folder / "records").glob(f"{llm.documents.get(name).digest}-*")
+    return path
+
+
+def test_a_record_that_is_cut_while_it_is_read_stops_its_own_question_only(
+    llm: LLM, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        method = make_reuse("reuse").resolve(llm.engine.geometry)
+        question = {"prompt_token_ids": [70, 71]}
+        asked = assemble(llm.engine, llm.documents, ["handbook"], question, method, stack)
+        os.truncate(record_of(llm, tmp_path / "store", "handbook"), 5000)
+        bad = llm.engine.add(asked.tokens, FEW, context=asked.context)
+        good = llm.engine.add([70, 71, 72], FEW)
+        while not (bad.is_finished and good.is_finished):
+            llm.engine.step()
+    assert bad.finish_reason == "error"
+    assert "document 'handbook'" in str(bad.error)
+    assert "the file ends at byte" in str(bad.error)
+    assert len(good.generated) == 3
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["layers.0.keys", "layers.1.values"])
+def test_a_changed_number_is_not_answered_from_if_reads_are_checked(
+    llm: LLM, tmp_path: Path, name: str
+) -> None:
+    store = tmp_path / "store"
+    checking = LLM(llm.engine.model, page_size=8, documents=store, documents_check="read")
+    wanted = checking.ask("which?", ["faq"], reuse="reuse", params=FEW)
+    path = record_of(llm, store, "handbook")
+    with closing(LocalReader(path)) as reader:
+        flip(path, read_header(reader).spans[name].start)
+    with pytest.raises(RecordError, match=f"'handbook': block 0 of {name} of its record has"):
+        checking.ask("which?", ["handbook", "faq"], reuse="reuse", params=FEW)
+    again = checking.ask("which?", ["faq"], reuse="reuse", params=FEW)
+    assert again.token_ids == wanted.token_ids
+    assert llm.ask("which?", ["handbook"], reuse="reuse", params=FEW).token_ids  # does not look

@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keyhole import LLM, CapacityError, ConfigError, Quest, SamplingParams, SpeContext
-from keyhole.cache.layout import Geometry, LayerLayout, ModelSize, list_bytes, memory_model
+from keyhole.cache.layout import (
+    Geometry,
+    LayerLayout,
+    ModelSize,
+    gathered_bytes,
+    list_bytes,
+    memory_model,
+)
 from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.cli import main
 from keyhole.config import EngineConfig
@@ -29,6 +36,7 @@ from keyhole.engine.allocation import model_size
 from keyhole.engine.engine import Engine
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.sequence import Sequence
+from keyhole.kernels.triton import flash_attention
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -346,6 +354,43 @@ class PeakBytes(TorchDispatchMode):
                     self._live.append((storage, tensor.untyped_storage().nbytes()))
         self.most = max(self.most, sum(size for _, size in self._live))
         return made
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_a_prompt_on_a_gpu_copies_no_more_than_is_planned(
+    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies the pages of one layer, offloaded or not, which no plan counted."""
+    layout = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=8)
+    plain = Geometry(layers=(layout,), num_query_heads=4, page_size=PAGE, itemsize=2)
+    geometry, count = plain.stored_as(kv_dtype), 40
+    dtype = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[kv_dtype]
+    rows = [
+        torch.zeros(count, 2, PAGE, width, dtype=dtype)
+        for width in 2 * [geometry.layers[0].key_row]
+    ]
+    query = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(
+        flash_attention.F, "scaled_dot_product_attention", lambda query, *_, **__: query
+    )
+    monkeypatch.setattr(flash_attention, "causal_lower_right", lambda *_: None)
+    pages = torch.arange(count)
+    with PeakBytes() as copied:
+        flash_attention.prefill(query, *rows, pages, count * PAGE - 1, scale=1.0)
+    planned = gathered_bytes(geometry) * count * PAGE
+    assert 0.8 * planned < copied.most <= planned
+
+
+def test_a_plan_for_a_gpu_counts_that_copy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--policy", "quest", "--token-budget", BUDGET, "--memory", 200_000)
+    plain = stated(capsys, folder, *options)
+    found = stated(capsys, folder, *options, "--device", "cuda")
+    assert (plain["gathered_token_bytes"], found["gathered_token_bytes"]) == (0, 2 * 2 * 8 * FLOAT)
+    pages = [plan["thresholds"][0] // PAGE for plan in (plain, found)]
+    each = 200_000 // pages[0]
+    assert pages[1] == pytest.approx(200_000 / (each + PAGE * 2 * 2 * 8 * FLOAT), abs=1)
 
 
 @pytest.mark.parametrize("policy", ["quest", "spe_context"])

@@ -1,13 +1,8 @@
-"""Layers over several devices; two names of the CPU stand in for two GPUs.
-
-torch takes `cpu:0` and `cpu:1` for one memory: a tensor that is not sent would go unnoticed.
-`Places` therefore remembers which storage was sent where, and refuses an operation on two places.
-"""
+"""Layers over several devices; two names of the CPU stand in for two GPUs (`conftest`)."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,135 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, CapacityError, ConfigError, SamplingParams
 from keyhole.models import device_map
-from keyhole.models.batch import Batch, Chunk
 from keyhole.models.device_map import spread
 from keyhole.models.loading import load
-from keyhole.models.model import Model
-from keyhole.policies.base import SequenceRows, Step
+from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_model
+from tests.models.conftest import HOME, OTHER, SPLIT, Places
+from tests.retrieval.drafts import make_draft
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
 PROMPTS = [list(range(3, 60)), [7, 8, 9], list(range(40, 3, -1))]
-HOME, OTHER = torch.device("cpu:0"), torch.device("cpu:1")
-SPLIT = {"": "cpu:0", "model.layers.1": "cpu:1", "model.layers.2": "cpu:1"}
-
-
-class Places(TorchDispatchMode):
-    """Where each storage is; an operation on storages of two places fails.
-
-    Results are where their inputs are. Storages are held, so that no address is used twice.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: dict[int, tuple[Any, torch.device]] = {}
-        self.sent = 0
-
-    def mark(self, tensor: Tensor, place: torch.device) -> None:
-        storage = tensor.untyped_storage()
-        self.of[storage._cdata] = storage, place
-
-    def place(self, tensor: Tensor) -> torch.device | None:
-        found = self.of.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        places = {self.place(x) for x in tensors if x.dim() or x.numel() > 1} - {None}
-        assert len(places) <= 1, f"{func} on {places}: {[tuple(x.shape) for x in tensors]}"
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and places and self.place(x) is None:
-                self.mark(x, next(iter(places)))
-        return out
-
-
-@pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
-    """Copies what is sent to the other place, and notes where it is."""
-    found, plain = Places(), Tensor.to
-
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place = args[0] if args and isinstance(args[0], torch.device) else None
-        if place is None or place.index is None or found.place(self) == place:
-            return plain(self, *args, **kwargs)
-        with torch.utils._python_dispatch._disable_current_modes():
-            copy = self.clone()
-        found.mark(copy, place)
-        found.sent += 1
-        return copy
-
-    monkeypatch.setattr(Tensor, "to", to)
-    run = Model.forward
-
-    def forward(self: Model, ids: Tensor, positions: Tensor, batch: Any, rows: Tensor) -> Tensor:
-        here = [ids, positions, rows, batch.slots, batch.newest, batch.touched, batch.filled]
-        if batch.step is not None:
-            step = batch.step
-            here += [step.lengths, step.pages, step.page_table]
-            here += [step.sequences.prompts, step.sequences.slots]
-        here += [chunk.pages for chunk in batch.chunks]
-        for tensor in here:
-            if tensor is not None and tensor.numel():
-                found.mark(tensor, HOME)
-        _mark_model(found, self)
-        _mark_cache(found, batch.cache)
-        with found:
-            logits = run(self, ids, positions, batch, rows)
-        assert found.place(logits) == HOME
-        assert all(found.place(x.indices) != OTHER for x in batch.reads if x is not None)
-        return logits
-
-    monkeypatch.setattr(Model, "forward", forward)
-    at = Batch.at
-
-    def checked(self: Batch, layer: int) -> Batch:
-        view, devices = at(self, layer), self.cache.layer_devices
-        wanted = HOME if devices is None else devices[layer]
-        # Kernels read addresses, which `Places` does not see.
-        for name, tensor in _sent(view):
-            assert not tensor.numel() or found.place(tensor) == wanted, name
-        return view
-
-    monkeypatch.setattr(Batch, "at", checked)
-    return found
-
-
-def _sent(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a step that go to a layer, with their names."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _sent(one, f"{name}[{number}]")
-    elif isinstance(value, Batch | Step | Chunk | SequenceRows):
-        for field in dataclasses.fields(value):
-            if field.name not in ("views", "reads", "cache", "policy", "keeper", "state"):
-                yield from _sent(getattr(value, field.name), f"{name}.{field.name}")
-
-
-def _mark_model(found: Places, model: Model) -> None:
-    blocks = model.network.base_model.layers
-    devices = model.layer_devices or [HOME] * len(blocks)
-    for tensor in [*model.network.parameters(), *model.network.buffers()]:
-        found.mark(tensor, HOME)
-    for block, place in zip(blocks, devices, strict=True):
-        for tensor in [*block.parameters(), *block.buffers()]:
-            found.mark(tensor, place)
-
-
-def _mark_cache(found: Places, cache: Any) -> None:
-    for layer, place in enumerate(cache.layer_devices or [HOME] * len(cache.keys)):
-        for tensor in [cache.keys[layer], cache.values[layer], *cache.data[layer].values()]:
-            found.mark(tensor, place)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +49,7 @@ def logits_of(llm: LLM) -> list[Tensor]:
     return [torch.stack(list(sequence.logits)) for sequence in sequences]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3"])
 def test_two_devices_compute_what_one_does(
@@ -182,6 +63,27 @@ def test_two_devices_compute_what_one_does(
     found = logits_of(split)
     assert places.sent > 0
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
+@pytest.mark.parametrize("draft", ["ngram", "eagle3"])
+def test_proposed_tokens_are_checked_on_two_devices(
+    places: Places, tmp_path: Path, draft: str, policy: str
+) -> None:
+    """The draft model reads hidden states of layers on both devices."""
+    path = make_model("llama", tmp_path, num_hidden_layers=4)
+    sizes = {"max_position_embeddings": 512, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    made = make_draft(tmp_path, **sizes)
+    made.rename(Path(path) / DRAFT_FOLDER)
+    settings = {"prefill_chunk": 16, "page_size": 8, "draft": draft, "num_draft_tokens": 3}
+    wanted = logits_of(LLM(path, policy, device="cpu", **settings))
+    assert places.sent == 0
+    split = LLM(path, policy, device_map=SPLIT, **settings)
+    found = logits_of(split)
+    assert places.sent > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert split.generate([7, 8, 9] * 9, GREEDY).stats.acceptance_rate is not None
 
 
 def test_the_cache_of_a_layer_is_on_its_device(make: Callable[[str], str]) -> None:
@@ -289,10 +191,9 @@ def test_auto_without_a_gpu_is_refused(make: Callable[[str], str]) -> None:
     ("more", "message"),
     [
         ({"policy": "snapkv"}, "policy 'snapkv' cannot be used with device_map"),
-        ({"draft": "ngram"}, "draft 'ngram' cannot be used with device_map"),
+        ({"prefill_policy": "x_attention"}, "prefill_policy 'x_attention' cannot be used with"),
         ({"total_memory": "1GiB"}, "total_memory 1073741824 cannot be used with device_map"),
         ({"device": "cpu"}, "device 'cpu' goes without device_map"),
-        ({"adapters": {"a": "folder"}}, "adapters= cannot be used with device_map"),
     ],
 )
 def test_what_has_data_on_one_device_is_refused(
@@ -302,11 +203,52 @@ def test_what_has_data_on_one_device_is_refused(
         LLM(make("llama"), device_map=SPLIT, **more)
 
 
-def test_documents_and_loaded_models_are_refused(
-    make: Callable[[str], str], tmp_path: Path
-) -> None:
-    llm = LLM(make("llama"), device_map=SPLIT, documents=tmp_path)
-    with pytest.raises(ConfigError, match="stored documents cannot be used with device_map"):
-        llm.documents.add("one", list(range(3, 40)))
+def test_loaded_models_are_refused(make: Callable[[str], str]) -> None:
     with pytest.raises(ConfigError, match="goes with the name of a model"):
         LLM(load(make("llama"), "cpu"), device_map=SPLIT)
+
+
+REUSES = [
+    "recompute",
+    "reuse",
+    "epic",
+    "cacheblend:recompute_ratio=0.5",
+    "multi_infllm:num_blocks=3,num_local_blocks=1",
+    "sam_kv:block_size=4,num_initial_blocks=1,num_local_blocks=1",
+    "sam_kv:block_size=4,num_initial_blocks=1,num_local_blocks=1,update=fusion",
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
+@pytest.mark.parametrize("reuse", REUSES)
+def test_documents_on_two_devices_are_those_of_one(
+    make: Callable[[str], str], places: Places, tmp_path: Path, reuse: str, policy: str
+) -> None:
+    """They are encoded, loaded, computed again and read where each layer is."""
+    asked = {"question": {"prompt_token_ids": [7, 8, 9]}, "documents": ["one", "two"]}
+    results, stored = [], []
+    for number, place in enumerate(({"device": "cpu"}, {"device_map": SPLIT})):
+        llm = LLM(
+            make("llama"),
+            policy,
+            prefill_chunk=16,
+            page_size=8,
+            documents=tmp_path / str(number),
+            hot_document_bytes=2000,
+            host_document_bytes=1 << 20,
+            **place,  # type: ignore[arg-type]
+        )
+        llm.documents.add("one", {"prompt_token_ids": list(range(5, 69))}, block_size=4)
+        llm.documents.add("two", {"prompt_token_ids": list(range(70, 102))}, block_size=4)
+        stored.append([llm.documents.store.open(name) for name in ("one", "two")])
+        twice = [llm.ask(**asked, reuse=reuse, params=LOGPROBS) for _ in range(2)]
+        assert twice[0].token_ids == twice[1].token_ids
+        results.append(twice[0])
+        assert (places.sent > 0) == (number == 1)
+    for ours, theirs in zip(*stored, strict=True):
+        for layer in range(4):
+            for a, b in zip(ours.rows(layer, 0, 32), theirs.rows(layer, 0, 32), strict=True):
+                assert torch.equal(a, b)
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].logprobs == results[1].logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,12 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 _TABLES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -80,11 +86,14 @@ def make(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def write(original: Path, path: Path, kind: str) -> None:
-    """Writes a Llama as llama.cpp's converter does: names, rotary pairs side by side, BPE words."""
+    """Writes a Llama or Qwen3-MoE as llama.cpp's converter does: names, BPE words.
+
+    And Llama's rotary pairs side by side; experts' gates apart from what they are multiplied with.
+    """
     network = AutoModelForCausalLM.from_pretrained(original)
     most, finer = MIXED.get(kind, (kind, kind))
     config, file_type = network.config, (KINDS | DRAWN)[most][1]
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, config.model_type.replace("_", ""))
     writer.add_file_type(file_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -105,8 +114,12 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for seed, (name, tensor) in enumerate(network.state_dict().items()):
+    for seed, (name, tensor) in enumerate(_tensors(network)):
         value = tensor.float().numpy()
         module = name.removesuffix(".weight")
         if module == "lm_head" and config.tie_word_embeddings:
@@ -116,11 +129,11 @@ def write(original: Path, path: Path, kind: str) -> None:
         else:
             _, _, layer, part = module.split(".", 3)
             to = f"blk.{layer}.{_NAMES[part]}"
-        pairs = heads.get(module.rpartition(".")[2])
+        pairs = heads.get(module.rpartition(".")[2]) if config.model_type == "llama" else None
         if pairs is not None:
             halves = value.reshape(pairs, 2, -1, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
-        if value.ndim == 2:
+        if value.ndim > 1 and not module.endswith("mlp.gate"):
             one = finer if module.endswith(_FINER) else most
             number = (KINDS | DRAWN)[one][0]
             data = drawn(one, value.shape, seed) if one in DRAWN else gguf.quantize(value, number)
@@ -133,6 +146,16 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.close()
 
 
+def _tensors(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model, by name, with experts' gates apart."""
+    for name, tensor in network.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", part), half
+        else:
+            yield name, tensor
+
+
 def drawn(
     kind: str, shape: tuple[int, ...], seed: int = 0, scale: float = 5e-5
 ) -> np.ndarray[Any, Any]:
@@ -141,15 +164,17 @@ def drawn(
     With larger ones small differences grow from layer to layer, also without blocks.
     """
     random = np.random.default_rng(seed)
-    data = random.integers(0, 256, (shape[0], shape[1] // 256, _BLOCK_BYTES[kind]), dtype=np.uint8)
+    data = random.integers(
+        0, 256, (*shape[:-1], shape[-1] // 256, _BLOCK_BYTES[kind]), dtype=np.uint8
+    )
     # None is near zero: the norm after an embedding of hardly any size enlarges rounding errors.
-    sizes = random.uniform(0.5, 1.5, size=(*data.shape[:2], 2)) * scale
+    sizes = random.uniform(0.5, 1.5, size=(*data.shape[:-1], 2)) * scale
     scales = (sizes * random.choice([-1, 1], size=sizes.shape)).astype(np.float16)
     if kind == "Q6_K":  # its scales of groups are twice as large, and there are no minimums
         data[..., -2:] = (scales[..., :1] / 4).view(np.uint8)
     else:
         data[..., :4] = scales.view(np.uint8)
-    return data.reshape(shape[0], -1)
+    return data.reshape(*shape[:-1], -1)
 
 
 def test_a_file_of_whole_numbers_is_its_checkpoint(

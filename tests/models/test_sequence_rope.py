@@ -64,7 +64,7 @@ def alone(path: Path, tokens: list[int], length: int) -> Tensor:
         path, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        filled = torch.tensor([tokens + [7] * (length - len(tokens))])
+        filled = torch.tensor([[*tokens, *[7] * (length - len(tokens))]])
         return network.eval()(filled).logits[0, : len(tokens)]
 
 

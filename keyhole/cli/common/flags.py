@@ -202,7 +202,7 @@ def load_model(arguments: argparse.Namespace) -> Model:
     from keyhole.models.device_map import require_alone
     from keyhole.models.loading import load_files
 
-    require_alone(device_map, arguments.device, adapters)
+    require_alone(device_map, arguments.device)
 
     def accept(config: Any, name: str) -> None:
         measured = require(config, name)

@@ -103,7 +103,7 @@ def encode_in_pieces(
     """
     named = None if head_runner is None else head_runner.stored_as
     head = None if head_runner is None or named is None else HeadEncoding(head_runner)
-    watch = _Watch(cache, len(tokens), block_size, model.device)
+    watch = _Watch(cache, len(tokens), block_size)
     table = torch.tensor(pages, device=model.device)
     # No progress bar for a short document.
     with tqdm(
@@ -161,14 +161,12 @@ def _run(
 class _Watch:
     """The block statistics of every layer, collected while a document is encoded."""
 
-    def __init__(
-        self, cache: PageCache, length: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, cache: PageCache, length: int, block_size: int) -> None:
         self._cache = cache
         self._block_size = block_size
-        layers = range(len(cache.keys))
-        self._received = [ReceivedAttention(length, block_size, device) for _ in layers]
-        self._queries = [BlockMeans(length, block_size, device) for _ in layers]
+        places = [cache.place(layer) for layer in range(len(cache.keys))]
+        self._received = [ReceivedAttention(length, block_size, place) for place in places]
+        self._queries = [BlockMeans(length, block_size, place) for place in places]
 
     def at(self, pages: Tensor, start: int, end: int) -> None:
         """Begins the next chunk: the document's pages so far, and its tokens."""
@@ -177,12 +175,14 @@ class _Watch:
     def layer(self, layer: int, query: Tensor, options: dict[str, Any]) -> None:
         """Called by each layer with its rotated queries [t, Hq, D], its keys written."""
         so_far = torch.arange(self._end, device=query.device)
-        keys = kernels.gather_tokens(self._cache.keys[layer], self._pages, so_far)
+        pages = self._pages.to(self._cache.place(layer))
+        keys = kernels.gather_tokens(self._cache.keys[layer], pages, so_far)
         self._received[layer].add(query, keys.to(query.dtype), self._start, **options)
         self._queries[layer].add(query)
 
     def record(self, layer: int, pages: Tensor, tokens: Tensor) -> LayerRecord:
         """The tensors of a layer to store, on the CPU."""
+        pages, tokens = (x.to(self._cache.place(layer)) for x in (pages, tokens))
         rows = kernels.gather_rows(self._cache.keys[layer], pages, tokens)
         keys = kernels.dequantised(rows).to(self._cache.empty.dtype)
         values = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.filling import OutOfPages, Pace
 from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
@@ -20,7 +18,7 @@ class DocumentFiller:
     """Fills documents in the remaining time of an engine's steps.
 
     document_prefill: the `DocumentPrefill` of a policy. hot: the blocks of documents that all of
-    these share. device: where those blocks are.
+    these share.
     """
 
     def __init__(
@@ -29,9 +27,8 @@ class DocumentFiller:
         pace: Pace,
         document_prefill: Callable[[RequestPolicy], DocumentPrefill],
         config: EngineConfig,
-        device: torch.device,
     ) -> None:
-        host = HostBlocks(config.host_document_bytes or 0, device)
+        host = HostBlocks(config.host_document_bytes or 0)
         self.hot = HotBlocks(config.hot_document_bytes or 0, host)
         self._scheduler = scheduler
         self._pace = pace

@@ -54,14 +54,13 @@ class HostBlocks:
     """Blocks that left the device, in memory of the host, pinned where there is a GPU.
 
     limit_bytes: of all blocks; the least recently dropped ones are freed. num_bytes: what they
-    take. device: where `take` copies them.
+    take.
     """
 
-    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.num_bytes = 0
         self.limit_bytes = limit_bytes
-        self._device = device
-        self._blocks: OrderedDict[BlockKey, Rows] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, tuple[Rows, torch.device]] = OrderedDict()
 
     def put(self, key: BlockKey, rows: Rows) -> None:
         """Copies a block to the host, unless it alone is above the limit."""
@@ -69,20 +68,21 @@ class HostBlocks:
         if size > self.limit_bytes:
             return
         while self.num_bytes + size > self.limit_bytes:
-            _, freed = self._blocks.popitem(last=False)
+            _, (freed, _) = self._blocks.popitem(last=False)
             self.num_bytes -= _size(freed)
         keys, values = rows
-        self._blocks[key] = _on_host(keys), None if values is None else _on_host(values)
+        copies = _on_host(keys), None if values is None else _on_host(values)
+        self._blocks[key] = copies, keys.device
         self.num_bytes += size
 
     def take(self, key: BlockKey) -> Rows | None:
-        """Moves a block to the device; None if it is not here."""
+        """Moves a block back to its device; None if it is not here."""
         found = self._blocks.pop(key, None)
         if found is None:
             return None
-        self.num_bytes -= _size(found)
-        keys, values = found
-        return keys.to(self._device), None if values is None else values.to(self._device)
+        (keys, values), device = found
+        self.num_bytes -= _size((keys, values))
+        return keys.to(device), None if values is None else values.to(device)
 
 
 def _on_host(rows: Tensor) -> Tensor:

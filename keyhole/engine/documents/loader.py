@@ -47,8 +47,8 @@ _PIECE = 1024
 class Loader:
     """The documents of one prompt.
 
-    ring: copies rows to the model's device. hot_blocks: rows that are there already. present: bool
-    [L, T], whose keys and values are in the pages already.
+    rings: of each layer, what copies rows to its device. hot_blocks: rows that are there already.
+    present: bool [L, T], whose keys and values are in the pages already.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Loader:
         context: Context,
         cache: PageCache,
         rope_shift: RopeShift,
-        ring: PinnedRing,
+        rings: Sequence[PinnedRing],
         hot_blocks: HotBlocks,
     ) -> None:
         self._context = context
         self._cache = cache
         self._rope_shift = rope_shift
-        self._ring, self._device = ring, ring.device
+        self._rings = rings
         self._hot_blocks = hot_blocks
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
@@ -126,16 +126,16 @@ class Loader:
     def _put(
         self, layer: int, tokens: np.ndarray, parts: Sequence[Rows], slots: np.ndarray
     ) -> None:
-        key = self._ring.send([keys for keys, _ in parts])
-        value = None
+        ring, value = self._rings[layer], None
+        key = ring.send([keys for keys, _ in parts])
         if parts[0][1] is not None:
-            value = self._ring.send([values for _, values in parts if values is not None])
+            value = ring.send([values for _, values in parts if values is not None])
         if self._context.reuse.shifts_rope:
-            by = torch.from_numpy(self._by[tokens]).to(self._device)
+            by = torch.from_numpy(self._by[tokens]).to(ring.device)
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
             key = self._rope_shift.shift(layer, kernels.dequantised(key), by[:, None])
         values = None if value is None else self._cache.values[layer]
-        sent = torch.from_numpy(slots).to(self._device)
+        sent = torch.from_numpy(slots).to(ring.device)
         kernels.append(self._cache.keys[layer], values, key, value, sent)
 
     def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
@@ -167,7 +167,7 @@ class Loader:
             blocks = [rows for rows in found.values() if rows is not None]
             # All blocks but the document's last one are whole.
             place = np.searchsorted(numbers, part // size) * size + part % size
-            places = torch.from_numpy(place).to(self._device)
+            places = torch.from_numpy(place).to(self._rings[layer].device)
             key = torch.cat([keys for keys, _ in blocks])[places]
             values = [value for _, value in blocks if value is not None]
             yield key, torch.cat(values)[places] if values else None
@@ -179,8 +179,9 @@ class Loader:
         size = document.block_size
         first, last = int(run[0]) * size, min((int(run[-1]) + 1) * size, document.length)
         keys, values = document.rows(layer, first, last)
-        key = self._ring.send([keys])
-        value = None if values is None else self._ring.send([values])
+        ring = self._rings[layer]
+        key = ring.send([keys])
+        value = None if values is None else ring.send([values])
         for start in range(0, last - first, size):
             own = slice(start, start + size)
             yield key[own].clone(), None if value is None else value[own].clone()

@@ -81,7 +81,9 @@ class DocumentPrefill:
         self.passes = ForwardPasses(model, cache, policy, chunk, pace)
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
-        self._ring = PinnedRing(model.device)
+        places = [cache.place(layer) for layer in range(len(cache.keys))]
+        rings = {place: PinnedRing(place) for place in places}
+        self._rings = [rings[place] for place in places]
         self._hot_blocks = hot_blocks or HotBlocks(0)
         # Data of a page may depend on more than what fills it.
         self.filled = FilledPages(cache) if policy.shares_pages else None
@@ -133,8 +135,9 @@ class DocumentPrefill:
         there = self.passes.send(pages)
         filled = torch.full_like(there, self._cache.page_size)
         for layer in self._cache.geometry.full_attention:
-            data = self._cache.data[layer]
-            self._policy.on_append(self._cache.keys[layer], data, there, filled)
+            data, place = self._cache.data[layer], self._cache.place(layer)
+            written = there.to(place), filled.to(place)
+            self._policy.on_append(self._cache.keys[layer], data, *written)
             yield
 
     @property
@@ -156,7 +159,7 @@ class DocumentPrefill:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._rope_shift, self._ring, self._hot_blocks)
+        return Loader(context, self._cache, self._rope_shift, self._rings, self._hot_blocks)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
@@ -491,7 +494,9 @@ def _is_same(one: Packing | None, other: Packing | None) -> bool:
 
 
 def _to_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies tensors of one device to the CPU at once: the device is waited for once."""
+    """Copies tensors to the CPU, all of one device at once: the device is waited for once."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return [tensor.cpu() for tensor in tensors]
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -20,9 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: The adapter of every row of the forward pass that this thread runs, int64 [T], 0 for none; None:
-#: no row has one.
-_ROWS: ContextVar[Tensor | None] = ContextVar("adapter_rows", default=None)
+
+class AdapterRows(NamedTuple):
+    """The adapter of every row of a forward pass: its number, 0 for none.
+
+    numbers: int64 [T], on the device of the layers that run now. copies: by the devices that had
+    them already.
+    """
+
+    numbers: Tensor
+    copies: dict[torch.device, Tensor]
+
+
+#: Those of the forward pass that this thread runs; None: no row has an adapter.
+_ROWS: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", default=None)
 
 
 class AdapterMatrices(NamedTuple):
@@ -67,11 +78,21 @@ def attach(
 @contextmanager
 def using(rows: Tensor | None) -> Iterator[None]:
     """For a forward pass of a packed row: the number of each row's adapter, int64 [T]."""
-    token = _ROWS.set(rows)
+    token = _ROWS.set(None if rows is None else AdapterRows(rows, {}))
     try:
         yield
     finally:
         _ROWS.reset(token)
+
+
+def send(place: torch.device) -> None:
+    """For a model with layers on several devices: the next layers that run are on this one."""
+    rows = _ROWS.get()
+    if rows is None:
+        return
+    if place not in rows.copies:
+        rows.copies[place] = rows.numbers.to(place)
+    _ROWS.set(rows._replace(numbers=rows.copies[place]))
 
 
 def adapter_rows(numbers: Sequence[tuple[int, int]], device: torch.device) -> Tensor | None:
@@ -95,6 +116,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         if rows is None:
             return out
         inner = F.linear(x, self.down)
-        return out + F.linear(inner * (self.owner == rows[:, None]), self.up)
+        return out + F.linear(inner * (self.owner == rows.numbers[:, None]), self.up)
 
     return type(f"Adapted{cls.__name__}", (Adapted, cls), {"forward": forward})

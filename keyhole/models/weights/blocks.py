@@ -16,6 +16,7 @@ float32 at each product, which holds them exactly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,17 @@ class BlockWeight(NamedTuple):
         """The weight of some outputs."""
         codes, block_scales, group_scales = (part[which] for part in self[:3])
         return BlockWeight(codes, block_scales, group_scales, self.bits)
+
+    @classmethod
+    def beside(cls, weights: Sequence[BlockWeight], count: int) -> BlockWeight:
+        """Weights of one format, each of `count` matrices, as those with the rows of all.
+
+        The first has the first rows of every matrix.
+        """
+        columns = zip(*(weight[:3] for weight in weights), strict=True)
+        parts = [torch.cat([x.unflatten(0, (count, -1)) for x in one], 1) for one in columns]
+        codes, block_scales, group_scales = (part.flatten(0, 1) for part in parts)
+        return cls(codes, block_scales, group_scales, weights[0].bits)
 
     def expand(self) -> PackedWeight:
         """The same weight with scales and minimums of all groups, in float32."""

@@ -33,10 +33,13 @@ from keyhole.models.weights import blocks
 from keyhole.models.weights.blocks import BlockWeight
 from keyhole.models.weights.packing import (
     BLOCK,
+    EXPERTS,
     LEFT,
     BlockEmbedding,
     BlockLinear,
+    has_plain_experts,
     is_plain_embedding,
+    replace_experts,
     replace_weight,
 )
 
@@ -44,6 +47,13 @@ from keyhole.models.weights.packing import (
 DAMAGED = "the file may be damaged or cut short: get it again, or give the original checkpoint"
 
 _WEIGHT = ".weight"
+#: Architectures that transformers' list has under another name, and its processors under this one.
+_OTHER_ARCHITECTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
+#: Fields of a file, and transformers' names.
+_EXPERT_SIZES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 #: The parameters of a kept weight.
 _PARTS = BlockWeight._fields[:3]
 
@@ -63,6 +73,20 @@ def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
     return {"dtype": number, "quantization_config": GgufConfig(dequantize=True)}
 
 
+def complete(config: Any, path: Path) -> None:
+    """Sets what transformers does not read of a file: sizes of experts, in place.
+
+    It takes the family's defaults, those of one model, and could not load another.
+    """
+    if not hasattr(config, "moe_intermediate_size"):
+        return
+    reader = open_file(path)
+    for field, name in _EXPERT_SIZES.items():
+        found = read_field(reader, f"{_architecture(reader)}.{field}")
+        if found:
+            setattr(config, name, int(found[0]))
+
+
 def keeps_blocks(found: ModelFiles, config: Any) -> bool:
     """Whether blocks of these files can be kept.
 
@@ -72,7 +96,7 @@ def keeps_blocks(found: ModelFiles, config: Any) -> bool:
         return False
     reader = open_file(found.config)
     kinds = {tensor.tensor_type.name for tensor in reader.tensors}
-    known = _architecture(reader) in GGUF_SUPPORTED_ARCHITECTURES
+    known = _architecture(reader) in (*GGUF_SUPPORTED_ARCHITECTURES, *_OTHER_ARCHITECTURES)
     return known and bool(kinds & blocks.FORMATS.keys())
 
 
@@ -139,7 +163,7 @@ def _with_room(family: type[Any], kept: dict[str, BlockWeight], dtype: torch.dty
         tied = self.all_tied_weights_keys
         same = {_module(copy): _module(of) for copy, of in tied.items() if _module(of) in kept}
         for name in kept.keys() | same.keys():
-            _make_room(self.get_submodule(name), kept[same.get(name, name)], dtype)
+            _make_room(self, name, kept[same.get(name, name)], dtype)
         self.all_tied_weights_keys = {
             copy: of for copy, of in tied.items() if _module(copy) not in same
         } | {f"{copy}.{part}": f"{of}.{part}" for copy, of in same.items() for part in _PARTS}
@@ -153,13 +177,15 @@ class _File(NamedTuple):
     """A GGUF file beside the model that takes its weights.
 
     names: the model's name of each tensor. tables: modules whose matrices can be kept, and the
-    length of a row.
+    length of a row. stacks: of each stack of experts' matrices that is kept, the tensors, the gates
+    before what they are multiplied with.
     """
 
     reader: Any
     processor: Any
     names: dict[str, str]
     tables: dict[str, int]
+    stacks: dict[str, list[Any]]
 
     @classmethod
     def open(cls, path: Path, plain: Any) -> _File:
@@ -169,11 +195,17 @@ class _File(NamedTuple):
         kind = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
         processor = kind(config=config)
         names = get_gguf_hf_weights_map(plain, processor)
-        return cls(reader, processor, names, dict(_tables(plain)))
+        stacks = _stacks(plain, reader, names)
+        return cls(reader, processor, names, dict(_tables(plain)), stacks)
 
     def module(self, tensor: Any) -> str:
         """The module of the model whose weight a tensor is."""
         return self.names.get(tensor.name, "").removesuffix(_WEIGHT)
+
+    @property
+    def in_stacks(self) -> set[str]:
+        """The tensors of `stacks`, by name."""
+        return {tensor.name for stack in self.stacks.values() for tensor in stack}
 
     def kept_rows(self, tensor: Any) -> np.ndarray[Any, Any] | None:
         """The row of the file that is each row of the model; None if blocks cannot be kept."""
@@ -210,11 +242,12 @@ def kept_size(found: ModelFiles, plain: Any) -> KeptSize:
         return KeptSize()
     file = _File.open(found.config, plain)
     num_bytes = num_weights = 0
+    stacked = file.in_stacks
     for tensor in file.reader.tensors:
-        if file.kept_rows(tensor) is not None:
-            row = torch.zeros(1, tensor.data.shape[1], dtype=torch.uint8)
+        if tensor.name in stacked or file.kept_rows(tensor) is not None:
+            row = torch.zeros(1, tensor.data.shape[-1], dtype=torch.uint8)
             parts = blocks.FORMATS[tensor.tensor_type.name](row)[:3]
-            num_bytes += len(tensor.data) * sum(part.nbytes for part in parts)
+            num_bytes += tensor.data.size // row.numel() * sum(part.nbytes for part in parts)
             num_weights += int(tensor.n_elements)
     return KeptSize(num_weights, num_bytes)
 
@@ -222,13 +255,16 @@ def kept_size(found: ModelFiles, plain: Any) -> KeptSize:
 def _read(
     path: Path, plain: Any, dtype: torch.dtype
 ) -> tuple[dict[str, BlockWeight], dict[str, Tensor]]:
-    """The weights that are kept, by module, and the other tensors, by name."""
+    """The weights that are kept, by module or stack of experts, and the other tensors, by name."""
     from gguf import dequantize
 
     file = _File.open(path, plain)
-    kept: dict[str, BlockWeight] = {}
+    kept = {name: _stacked(tensors) for name, tensors in file.stacks.items()}
     state: dict[str, Tensor] = {}
+    stacked = file.in_stacks
     for tensor in file.reader.tensors:
+        if tensor.name in stacked:
+            continue
         rows = file.kept_rows(tensor)
         if rows is not None:
             data = torch.from_numpy(np.ascontiguousarray(tensor.data[rows]))
@@ -250,12 +286,53 @@ def _tables(network: Any) -> Iterator[tuple[str, int]]:
             yield name, module.embedding_dim
 
 
-def _make_room(module: Any, weight: BlockWeight, dtype: torch.dtype) -> None:
-    """Gives a module without numbers the parameters of a kept weight."""
+def _stacks(plain: Any, reader: Any, names: dict[str, str]) -> dict[str, list[Any]]:
+    """`_File.stacks`: those of modules whose tensors are all in blocks."""
+    found: dict[str, list[Any]] = {}
+    for tensor in reader.tensors:
+        found.setdefault(names.get(tensor.name.removesuffix(_WEIGHT), ""), []).append(tensor)
+    kept: dict[str, list[Any]] = {}
+    for name, module in plain.named_modules():
+        if has_plain_experts(module):
+            stacks = {f"{name}.{part}": getattr(module, part) for part in EXPERTS}
+            of_file = {key: sorted(found.get(key, []), key=_gates_first) for key in stacks}
+            if all(_fit(stack, of_file[key]) for key, stack in stacks.items()):
+                kept |= of_file
+    return kept
+
+
+def _fit(stack: Tensor, tensors: list[Any]) -> bool:
+    """Whether tensors of one format, each with a part of the rows, are a stack of matrices."""
+    kinds = {tensor.tensor_type.name for tensor in tensors}
+    shapes = [[int(size) for size in reversed(tensor.shape)] for tensor in tensors]
+    if len(kinds) != 1 or not kinds <= blocks.FORMATS.keys() or {*map(len, shapes)} != {3}:
+        return False
+    count, rows, width = stack.shape
+    whole = all((shape[0], shape[2]) == (count, width) for shape in shapes)
+    return whole and sum(shape[1] for shape in shapes) == rows and width % BLOCK == 0
+
+
+def _gates_first(tensor: Any) -> bool:
+    return "_gate_" not in tensor.name
+
+
+def _stacked(tensors: list[Any]) -> BlockWeight:
+    """The rows [E * O, I] of a stack of experts' matrices."""
+    kind = blocks.FORMATS[tensors[0].tensor_type.name]
+    parts = [torch.from_numpy(np.array(x.data)).flatten(0, 1) for x in tensors]
+    return BlockWeight.beside([kind(part) for part in parts], len(tensors[0].data))
+
+
+def _make_room(network: Any, name: str, weight: BlockWeight, dtype: torch.dtype) -> None:
+    """Gives a module, or a stack of experts, without numbers the parameters of a kept weight."""
     codes, *scales = (torch.empty_like(part, device="meta") for part in weight[:3])
-    replace_weight(
-        module, _block_class(module), BlockWeight(codes, scales[0], scales[1], weight.bits)
-    )
+    empty = BlockWeight(codes, scales[0], scales[1], weight.bits)
+    parent, _, own = name.rpartition(".")
+    if isinstance(getattr(network.get_submodule(parent), own), nn.Parameter):
+        replace_experts(network.get_submodule(parent), own, empty, dtype)
+        return
+    module: Any = network.get_submodule(name)
+    replace_weight(module, _block_class(module), empty)
     module.dtype = dtype
 
 

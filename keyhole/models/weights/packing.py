@@ -36,6 +36,8 @@ BLOCK = 64
 #: Layers whose outputs choose experts or tokens (an indexer's), and those whose weights attention
 #: uses itself (MLA).
 LEFT = ("gate", "router", "shared_expert_gate", "weights_proj", "kv_b_proj")
+#: The stacks of matrices of experts.
+EXPERTS = ("gate_up_proj", "down_proj")
 #: The least share of a model's weights that must be packed, otherwise it is refused.
 _LEAST = 0.5
 _HEAD_BITS = 8
@@ -71,16 +73,7 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
         """As `nn.Linear`, without gradients."""
         if input.numel() <= _FEW * self.in_features:
             return self.product_of_few(input)
-        step = max(1, _AT_ONCE // self.in_features)
-        parts = [
-            F.linear(
-                input,
-                kernels.unpack(self.rows(slice(first, first + step))).to(input.dtype),
-                None if self.bias is None else self.bias[first : first + step],
-            )
-            for first in range(0, self.out_features, step)
-        ]
-        return torch.cat(parts, -1)
+        return _product_of_many(self, input, range(self.out_features), self.bias)
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, which reads the codes."""
@@ -128,17 +121,7 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, with the weights exactly as stored."""
-        x, bias = input.float(), None if self.bias is None else self.bias.float()
-        step = max(1, _SCALED_AT_ONCE // self.in_features)
-        parts = [
-            kernels.packed_linear(
-                x,
-                self.rows(slice(first, first + step)),
-                None if bias is None else bias[first : first + step],
-            )
-            for first in range(0, self.out_features, step)
-        ]
-        return torch.cat(parts, -1).to(input.dtype)
+        return _product_of_blocks(self, input, range(self.out_features), self.bias)
 
 
 class BlockEmbedding(_Blocks, PackedEmbedding):  # type: ignore[override]
@@ -147,6 +130,66 @@ class BlockEmbedding(_Blocks, PackedEmbedding):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Embedding`, without gradients."""
         return super().forward(input).to(self.dtype)
+
+
+class BlockMatrices(_Blocks, nn.Module):
+    """The matrices [E, O, I] of E experts in llama.cpp's blocks, as rows [E * O, I]."""
+
+    def product(self, x: Tensor, expert: int, num_experts: int) -> Tensor:
+        """X W^T of one expert: x [T, I] to [T, O]."""
+        count = len(self.codes) // num_experts
+        outputs = range(expert * count, (expert + 1) * count)
+        few = len(x) <= _FEW
+        return (_product_of_blocks if few else _product_of_many)(self, x, outputs, None)
+
+
+class BlockExperts(nn.Module):
+    """Experts over matrices in llama.cpp's blocks; above transformers' class of a family."""
+
+    gate_up_proj: BlockMatrices
+    down_proj: BlockMatrices
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As transformers' experts: hidden states [T, D], K experts of each and their shares."""
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, places = torch.where(top_k_index == expert)
+            both = self.gate_up_proj.product(hidden_states[tokens], expert, self.num_experts)
+            inner = self._apply_gate(both)  # type: ignore[operator]  # of the family
+            found = self.down_proj.product(inner, expert, self.num_experts)
+            share = top_k_weights[tokens, places, None]
+            out.index_add_(0, tokens, (found * share).to(out.dtype))
+        return out
+
+
+def _product_of_blocks(weight: _Blocks, x: Tensor, outputs: range, bias: Tensor | None) -> Tensor:
+    """X W^T + bias of some outputs of a weight, from its codes, in float32."""
+    wide, parts = x.float(), _parts(outputs, _SCALED_AT_ONCE // x.shape[-1])
+    found = [
+        kernels.packed_linear(wide, weight.rows(rows), None if bias is None else bias[rows].float())
+        for rows in parts
+    ]
+    return torch.cat(found, -1).to(x.dtype)
+
+
+def _product_of_many(weight: _Packed, x: Tensor, outputs: range, bias: Tensor | None) -> Tensor:
+    """X W^T + bias of some outputs of a weight, whose rows are unpacked in parts."""
+    found = [
+        F.linear(
+            x,
+            kernels.unpack(weight.rows(rows)).to(x.dtype),
+            None if bias is None else bias[rows],
+        )
+        for rows in _parts(outputs, _AT_ONCE // x.shape[-1])
+    ]
+    return torch.cat(found, -1)
+
+
+def _parts(outputs: range, count: int) -> list[slice]:
+    """Slices of at most `count` outputs, at least one."""
+    starts = outputs[:: max(1, count)]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], outputs.stop], strict=True)]
 
 
 def pack_weights(network: Any, wanted: WeightFormat, name: str) -> None:
@@ -214,6 +257,33 @@ def _require_linear(network: Any, wanted: WeightFormat, name: str) -> None:
 def is_plain_embedding(embedding: Any) -> TypeGuard[nn.Embedding]:
     """Whether a module looks up rows by `nn.Embedding`, itself or with something around it."""
     return isinstance(embedding, nn.Embedding) and embedding.max_norm is None
+
+
+def has_plain_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as two stacks of matrices that `BlockExperts` multiplies.
+
+    gate_up_proj [E, 2 * inner, width], the gates above, and down_proj [E, width, inner].
+    """
+    stacks = [getattr(module, name, None) for name in EXPERTS]
+    if not all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks):
+        return False
+    # What transformers notes of experts that it can compute in several ways.
+    wanted = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
+    notes = wanted | {"has_post_expert_norm": False}
+    return all(getattr(module, name, None) is value for name, value in notes.items())
+
+
+def replace_experts(module: nn.Module, name: str, weight: BlockWeight, dtype: torch.dtype) -> None:
+    """Puts a weight in blocks [E * O, I] in place of a stack of matrices of experts."""
+    delattr(module, name)
+    matrices = BlockMatrices()
+    for part, tensor in zip(BlockWeight._fields[:3], weight[:3], strict=True):
+        matrices.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+    matrices.bits, matrices.dtype = weight.bits, dtype
+    module.add_module(name, matrices)
+    if not isinstance(module, BlockExperts):
+        cls = type(module)
+        module.__class__ = type(f"Block{cls.__name__}", (BlockExperts, cls), {})
 
 
 def replace_weight(module: Any, kind: type[Any], packed: PackedWeight | BlockWeight) -> None:

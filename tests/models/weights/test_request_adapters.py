@@ -15,6 +15,7 @@ from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
+from tests.models.conftest import SPLIT, Places
 from tests.models.test_gguf import MIXED, write
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
@@ -119,6 +120,32 @@ def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chu
     assert (
         len({tuple(one.token_ids) for one in (found[0], found[2])}) == 2
     )  # one prompt, two models
+
+
+@pytest.mark.parametrize("policy", ["full", "delta:token_budget=32"])
+def test_layers_on_two_devices_add_what_those_on_one_do(
+    folders: dict[str, Path], places: Places, policy: str
+) -> None:
+    """One batch of both adapters and none, whose matrices are on the devices of their layers."""
+    given = {"policy": policy, "prefill_chunk": 16, "page_size": 8}
+    given["adapters"] = {name: folders[name] for name in KINDS}
+    names = [None, "wide", "narrow", "wide"]
+
+    def logits(llm: LLM) -> list[torch.Tensor]:
+        added = [
+            llm.engine.add(prompt, params(name), keep_logits=True)
+            for prompt, name in zip(PROMPTS, names, strict=True)
+        ]
+        while llm.engine.has_work:
+            llm.engine.step()
+        return [torch.stack(list(sequence.logits)) for sequence in added]
+
+    wanted = logits(LLM(folders["base"], device="cpu", **given))
+    assert places.sent == 0
+    found = logits(LLM(folders["base"], device_map=SPLIT, **given))
+    assert places.sent > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert not torch.equal(found[0], found[2])  # one prompt, two models
 
 
 def test_cached_prefixes_are_of_one_adapter(folders: dict[str, Path]) -> None:
