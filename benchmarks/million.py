@@ -74,7 +74,8 @@ _SYSTEMS = "delta,spe_context:refresh_every=16"
 _KV_DTYPE = "int8"
 _STATUS = Path("/proc/self/status")
 _LEAST_SLACK_BYTES = 32 << 20
-_CHUNK_PAGES = 2048
+#: Pages that are filled at once: few, as the limit counts their random numbers.
+_CHUNK_PAGES = 256
 _SPARE_POSITIONS = 1024  # after the cache, for the steps
 _SAMPLE_S = 0.005
 # Standard deviation of the random keys and values, as in `keyhole.bench.model.RandomKV`, and of

@@ -226,6 +226,7 @@ _CHOOSING = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
 @pytest.mark.parametrize(
     "policy",

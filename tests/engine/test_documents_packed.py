@@ -209,6 +209,7 @@ def test_answers_are_those_over_tokens_at_their_positions(
         assert_near(packed, finish(llm, sequence))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
 @pytest.mark.parametrize("kind", ["sam_kv", "masks"])
 def test_layers_that_share_a_selection_read_the_same_tokens_packed(
@@ -344,6 +345,7 @@ def test_questions_that_grow_and_are_preempted_answer_as_alone(
         assert tight.engine.cache.reserved == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [None, "delta", "quest"])
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen2_sliding", "mistral_sliding"])
 def test_sliding_windows_see_the_same_tokens_packed(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from keyhole import LLM
+from keyhole.cache.layout import list_bytes
 from keyhole.documents import storage as storage_module
 from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
@@ -56,6 +57,8 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
         with_hot = LLM(model, device="cpu", documents=store, hot_document_bytes=hot, **more).engine
         fewer = alone.cache.max_pages - with_hot.cache.max_pages
         each = alone.cache.page_bytes
+        if name == "total":  # which counts lists of pages and tokens, too
+            each += list_bytes(alone.cache.page_size)
         if name == "offloading":
             assert with_hot.offloader is not None
             assert with_hot.offloader.plan.model.terms(0, 0)["documents"] == hot
@@ -73,6 +76,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "_SETTLED_NS", -(10**18))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case", ["reuse", "epic", "cacheblend", "multi_infllm", "sam_kv", "fusion"]
 )

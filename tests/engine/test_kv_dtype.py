@@ -51,6 +51,7 @@ def model(labs: dict[str, Lab]) -> Model:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("policy", available_policies())
 def test_with_budget_for_everything_a_policy_is_full_attention(

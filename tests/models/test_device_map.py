@@ -49,6 +49,7 @@ def logits_of(llm: LLM) -> list[Tensor]:
     return [torch.stack(list(sequence.logits)) for sequence in sequences]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3"])
 def test_two_devices_compute_what_one_does(

@@ -59,6 +59,10 @@ _NAMES = {
     "mlp.experts.gate": "ffn_gate_exps",
     "mlp.experts.up": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 _TABLES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -86,7 +90,7 @@ def make(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def write(original: Path, path: Path, kind: str) -> None:
-    """Writes a Llama or Qwen3-MoE as llama.cpp's converter does: names, BPE words.
+    """Writes a Llama, Qwen2-MoE or Qwen3-MoE as llama.cpp's converter does: names, BPE words.
 
     And Llama's rotary pairs side by side; experts' gates apart from what they are multiplied with.
     """
@@ -103,9 +107,10 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     vocab = sorted(make_tokenizer().get_vocab().items(), key=lambda entry: entry[1])
     words = [word for word, _ in vocab] + ["th"]
@@ -114,14 +119,17 @@ def write(original: Path, path: Path, kind: str) -> None:
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if config.model_type == "qwen3_moe":
+    if config.model_type != "llama":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for seed, (name, tensor) in enumerate(_tensors(network)):
         value = tensor.float().numpy()
-        module = name.removesuffix(".weight")
+        kind_of = "bias" if name.endswith(".bias") else "weight"
+        module = name.removesuffix(f".{kind_of}")
         if module == "lm_head" and config.tie_word_embeddings:
             continue  # a file has the table once
         if module in _TABLES:
@@ -133,13 +141,15 @@ def write(original: Path, path: Path, kind: str) -> None:
         if pairs is not None:
             halves = value.reshape(pairs, 2, -1, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+        if module.endswith("shared_expert_gate"):
+            value = value[0]
         if value.ndim > 1 and not module.endswith("mlp.gate"):
             one = finer if module.endswith(_FINER) else most
             number = (KINDS | DRAWN)[one][0]
             data = drawn(one, value.shape, seed) if one in DRAWN else gguf.quantize(value, number)
             writer.add_tensor(f"{to}.weight", data, raw_dtype=number)
         else:
-            writer.add_tensor(f"{to}.weight", value)
+            writer.add_tensor(f"{to}.{kind_of}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,7 +11,7 @@ from keyhole.eval.tiny_language.tasks import make
 SEED = 7_001
 
 
-@pytest.mark.parametrize("task", ["derive", "walk", "walk2"])
+@pytest.mark.parametrize("task", ["derive", "walk2", pytest.param("walk", marks=pytest.mark.slow)])
 def test_the_bundled_draft_is_accepted(task: str) -> None:
     item = make(task, 512, SEED)
     params = SamplingParams(max_tokens=160)

@@ -113,6 +113,76 @@ _LOG2E = math.log2(math.e)
 
 
 @triton.jit
+def load_queries(
+    query,
+    row,
+    is_row,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):
+    """Rows of `query`, int64, in two parts (`two_parts`), and the numbers of a head in these."""
+    d1 = tl.arange(0, D1)
+    q1 = tl.load(
+        query + row[:, None] * D + d1[None], mask=is_row[:, None] & (d1 < D)[None], other=0.0
+    )
+    if FLOAT32:
+        q1 = q1.to(tl.float32)
+    d2, q2 = d1, q1
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        q2 = tl.load(
+            query + row[:, None] * D + d2[None], mask=is_row[:, None] & (d2 < D)[None], other=0.0
+        )
+        if FLOAT32:
+            q2 = q2.to(tl.float32)
+    return (q1, q2), (d1, d2)
+
+
+@triton.jit
+def tile_scores(
+    queries,
+    numbers,
+    keys,
+    known,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """The logits times log2(e) of some queries, and the first part of the keys.
+
+    queries, numbers: from `load_queries`. keys: pointers to rows, of which those that are `known`
+    are read.
+    """
+    (q1, q2), (d1, d2) = queries, numbers
+    k1 = tl.load(keys[:, None] + d1[None], mask=known[:, None] & (d1 < D)[None], other=0)
+    if CODE > 0:
+        k1 = widened(k1, CODE).to(q1.dtype)
+    if FLOAT32:
+        k1 = k1.to(tl.float32)
+    s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    if D2 > 0:
+        k2 = tl.load(keys[:, None] + d2[None], mask=known[:, None] & (d2 < D)[None], other=0)
+        if CODE > 0:
+            k2 = widened(k2, CODE).to(q2.dtype)
+        if FLOAT32:
+            k2 = k2.to(tl.float32)
+        s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+    s = s * scale
+    if CODE > 0:
+        s = s * scales_of(keys, known, D, CODE)[None]
+    if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
+        e = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
+        s = tl.where(s < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+    return s, k1
+
+
+@triton.jit
 def _part(
     query,
     key_pages,
@@ -189,17 +259,8 @@ def _part(
     g = block * ROWS + tl.arange(0, ROWS)
     is_row = g < GROUP
     query_row = (sequence * HEADS + head).to(tl.int64) * GROUP + g
-    d1, dv = tl.arange(0, D1), tl.arange(0, DV_PADDED)
-    q1_mask = is_row[:, None] & (d1 < D)[None]
-    q1 = tl.load(query + query_row[:, None] * D + d1[None], mask=q1_mask, other=0.0)
-    if FLOAT32:
-        q1 = q1.to(tl.float32)
-    if D2 > 0:
-        d2 = D1 + tl.arange(0, D2)
-        q2_mask = is_row[:, None] & (d2 < D)[None]
-        q2 = tl.load(query + query_row[:, None] * D + d2[None], mask=q2_mask, other=0.0)
-        if FLOAT32:
-            q2 = q2.to(tl.float32)
+    dv = tl.arange(0, DV_PADDED)
+    queries, numbers = load_queries(query, query_row, is_row, D, D1, D2, FLOAT32)
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -218,27 +279,9 @@ def _part(
         place = position % SIZE
 
         keys = key_pages + page * stride_kp + head * stride_kh + place * stride_kt
-        k1_mask = known[:, None] & (d1 < D)[None]
-        k1 = tl.load(keys[:, None] + d1[None], mask=k1_mask, other=0)
-        if CODE > 0:
-            k1 = widened(k1, CODE).to(q1.dtype)
-        if FLOAT32:
-            k1 = k1.to(tl.float32)
-        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if D2 > 0:
-            k2_mask = known[:, None] & (d2 < D)[None]
-            k2 = tl.load(keys[:, None] + d2[None], mask=k2_mask, other=0)
-            if CODE > 0:
-                k2 = widened(k2, CODE).to(q2.dtype)
-            if FLOAT32:
-                k2 = k2.to(tl.float32)
-            s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
-        s = s * scale
-        if CODE > 0:
-            s = s * scales_of(keys, known, D, CODE)[None]
-        if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
-            t = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
-            s = tl.where(s < 0, -softcap, softcap) * ((1.0 - t) / (1.0 + t))
+        s, k1 = tile_scores(
+            queries, numbers, keys, known, scale, softcap, D, D2, SOFTCAP, FLOAT32, CODE
+        )
         if SCORES:
             into = scores + query_row[:, None] * num_tokens + position[None]
             tl.store(into, s, mask=is_row[:, None] & known[None])
@@ -258,7 +301,7 @@ def _part(
                 v_mask = known[:, None] & (dv < DV)[None]
                 v = tl.load(values[:, None] + dv[None], mask=v_mask, other=0)
                 if CODE > 0:
-                    v = widened(v, CODE).to(q1.dtype)
+                    v = widened(v, CODE).to(k1.dtype)
                     p = p * scales_of(values, known, DV, CODE)[None]
                 if FLOAT32:
                     v = v.to(tl.float32)

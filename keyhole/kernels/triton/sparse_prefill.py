@@ -18,41 +18,13 @@ from torch import Tensor
 
 from keyhole.kernels.reference.quantised import row_dim
 from keyhole.kernels.selection import Selection
-from keyhole.kernels.triton.attend import in_float32, two_parts
+from keyhole.kernels.triton.attend import in_float32, load_queries, tile_scores, two_parts
 from keyhole.kernels.triton.quantised import code, scales_of, widened
 
 _LOG2E = 1.4426950408889634
 #: Queries and keys of a tile; fewer for large heads, whose tiles would not fit in shared memory.
 _TILE, _SMALL_TILE = 64, 16
 _LARGEST_HEAD = 128
-
-
-@triton.jit
-def _load_queries(
-    query,
-    t,
-    is_row,
-    head,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):
-    """Rows t of one head in two parts; the numbers of a head in these, and of a value's head."""
-    d1 = tl.arange(0, D1)
-    from_row = query + (t.to(tl.int64) * HEADS + head)[:, None] * D
-    q1 = tl.load(from_row + d1[None], mask=is_row[:, None] & (d1 < D)[None], other=0.0)
-    if FLOAT32:
-        q1 = q1.to(tl.float32)
-    d2, q2 = d1, q1
-    if D2 > 0:
-        d2 = D1 + tl.arange(0, D2)
-        q2 = tl.load(from_row + d2[None], mask=is_row[:, None] & (d2 < D)[None], other=0.0)
-        if FLOAT32:
-            q2 = q2.to(tl.float32)
-    return (q1, q2), (d1, d2, tl.arange(0, DV_PADDED))
 
 
 @triton.jit
@@ -69,6 +41,7 @@ def _attend_tile(
     D: tl.constexpr,
     D2: tl.constexpr,
     DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr,
     CODE: tl.constexpr,
@@ -76,29 +49,12 @@ def _attend_tile(
     """One tile of keys: `keys` and `values` point to rows, `seen` [queries, keys] is what counts.
 
     state: maximum, sum and weighted values of the tiles before; returns them with this one.
-    queries, numbers: as `_load_queries` returns them.
+    queries, numbers: from `load_queries`.
     """
     m_i, l_i, acc = state
-    (q1, q2), (d1, d2, dv) = queries, numbers
-    k1 = tl.load(keys[:, None] + d1[None], mask=known[:, None] & (d1 < D)[None], other=0)
-    if CODE > 0:
-        k1 = widened(k1, CODE).to(q1.dtype)
-    if FLOAT32:
-        k1 = k1.to(tl.float32)
-    s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-    if D2 > 0:
-        k2 = tl.load(keys[:, None] + d2[None], mask=known[:, None] & (d2 < D)[None], other=0)
-        if CODE > 0:
-            k2 = widened(k2, CODE).to(q2.dtype)
-        if FLOAT32:
-            k2 = k2.to(tl.float32)
-        s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
-    s = s * scale
-    if CODE > 0:
-        s = s * scales_of(keys, known, D, CODE)[None]
-    if SOFTCAP:  # scale holds 1 / softcap, softcap holds log2(e)
-        e = tl.exp2(tl.abs(s) * -2.8853900817779268)  # e^(-2 |s|)
-        s = tl.where(s < 0, -softcap, softcap) * ((1.0 - e) / (1.0 + e))
+    s, k1 = tile_scores(
+        queries, numbers, keys, known, scale, softcap, D, D2, SOFTCAP, FLOAT32, CODE
+    )
     s = tl.where(seen, s, float("-inf"))
 
     m_new = tl.maximum(m_i, tl.max(s, 1))
@@ -106,9 +62,10 @@ def _attend_tile(
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(m_i - base)
     l_i = l_i * alpha + tl.sum(p, 1)
+    dv = tl.arange(0, DV_PADDED)
     v = tl.load(values[:, None] + dv[None], mask=known[:, None] & (dv < DV)[None], other=0)
     if CODE > 0:
-        v = widened(v, CODE).to(q1.dtype)
+        v = widened(v, CODE).to(k1.dtype)
         p = p * scales_of(values, known, DV, CODE)[None]
     if FLOAT32:
         v = v.to(tl.float32)
@@ -122,17 +79,15 @@ def _store(
     state,
     sinks,
     out,
-    t,
+    row,
     is_row,
     head,
-    numbers,
-    HEADS: tl.constexpr,
     DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Writes the attention of each query after its last tile; `state` as in `_attend_tile`."""
     m_i, l_i, acc = state
-    dv = numbers[2]
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         m_new = tl.maximum(m_i, sink)
@@ -140,7 +95,8 @@ def _store(
         l_i = l_i * alpha + tl.exp2(sink - m_new)
         acc = acc * alpha[:, None]
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    into = out + (t.to(tl.int64) * HEADS + head)[:, None] * DV + dv[None]
+    dv = tl.arange(0, DV_PADDED)
+    into = out + row[:, None] * DV + dv[None]
     tl.store(into, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < DV)[None])
 
 
@@ -192,7 +148,8 @@ def _attend_blocks(
     own = start + t
     last = tl.max(tl.where(is_row, own, -1), 0)
 
-    queries, numbers = _load_queries(query, t, is_row, head, HEADS, D, D1, D2, DV_PADDED, FLOAT32)
+    query_row = t.to(tl.int64) * HEADS + head
+    queries, numbers = load_queries(query, query_row, is_row, D, D1, D2, FLOAT32)
 
     list_number = (block * HEADS + head).to(tl.int64)
     indices += list_number * num_listed
@@ -226,12 +183,13 @@ def _attend_blocks(
             D,
             D2,
             DV,
+            DV_PADDED,
             SOFTCAP,
             FLOAT32,
             CODE,
         )
 
-    _store(state, sinks, out, t, is_row, head, numbers, HEADS, DV, SINKS)
+    _store(state, sinks, out, query_row, is_row, head, DV, DV_PADDED, SINKS)
 
 
 @triton.jit
@@ -278,7 +236,8 @@ def _attend_chosen(
     is_row = t < num_queries
     own = tl.load(positions + t, mask=is_row, other=-1)
 
-    queries, numbers = _load_queries(query, t, is_row, head, HEADS, D, D1, D2, DV_PADDED, FLOAT32)
+    query_row = t.to(tl.int64) * HEADS + head
+    queries, numbers = load_queries(query, query_row, is_row, D, D1, D2, FLOAT32)
     state = (
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
@@ -309,12 +268,13 @@ def _attend_chosen(
             D,
             D2,
             DV,
+            DV_PADDED,
             SOFTCAP,
             FLOAT32,
             CODE,
         )
 
-    _store(state, sinks, out, t, is_row, head, numbers, HEADS, DV, SINKS)
+    _store(state, sinks, out, query_row, is_row, head, DV, DV_PADDED, SINKS)
 
 
 def _options(

@@ -48,7 +48,7 @@ DAMAGED = "the file may be damaged or cut short: get it again, or give the origi
 
 _WEIGHT = ".weight"
 #: Architectures that transformers' list has under another name, and its processors under this one.
-_OTHER_ARCHITECTURES = ("minimax-m2", "qwen2moe", "qwen3moe")
+_OTHER_ARCHITECTURES = ("qwen2moe", "qwen3moe")
 #: Fields of a file, and transformers' names.
 _EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
 from keyhole import LLM, SamplingParams
 from keyhole.eval.verify import verify
@@ -16,37 +16,40 @@ from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.shrink import build
 from keyhole.models.weights import packing
-from keyhole.models.weights.packing import BlockExperts
+from keyhole.models.weights.packing import BlockExperts, BlockLinear
 from tests.models.test_gguf import MIXED, write
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(3, 60))
 WIDTH = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four experts, of which each token uses two; of another width than the family's default."""
     folder = tmp_path_factory.mktemp("experts")
-    config = Qwen3MoeConfig(
-        vocab_size=272,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
+    save(Qwen3MoeConfig(**SIZES, head_dim=64, norm_topk_prob=True), folder)
+    return folder
+
+
+def save(config: Any, folder: Path) -> None:
+    """Saves a model of random weights."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,22 @@ def test_logits_are_those_of_the_dequantised_file(make: Callable[[str], Path], k
             wanted = plain.network(some).logits
             found = kept.network(some).logits
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_experts_beside_one_that_all_tokens_use(tmp_path: Path) -> None:
+    save(Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=2 * WIDTH), tmp_path / "whole")
+    path = tmp_path / "small.gguf"
+    write(tmp_path / "whole", path, "Q4_K_M")
+    kept, plain = (load(path, "cpu", "float32", weights=x) for x in (None, "dequantised"))
+    assert (len(experts(kept)), len(experts(plain))) == (2, 0)
+    assert isinstance(kept.network.model.layers[0].mlp.shared_expert.down_proj, BlockLinear)
+    for model in (kept, plain):
+        model.network.set_attn_implementation("eager")
+    with torch.no_grad():
+        found, wanted = (x.network(torch.tensor([PROMPT])).logits for x in (kept, plain))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    held = {x.data_ptr(): x.nbytes for x in kept.network.state_dict().values()}
+    assert checkpoint.read(path, "float32", build=build).weight_bytes == sum(held.values())
 
 
 def test_products_are_those_of_single_experts_in_float64(make: Callable[[str], Path]) -> None:

@@ -148,7 +148,7 @@ def test_a_shared_table_is_held_once(make: Callable[..., Path]) -> None:
     assert held_bytes(model) < held_bytes(load(make("Q8_0"), "cpu"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_check_passes(make: Callable[..., Path], kind: str) -> None:
     """Against transformers' eager attention over the same layers: ragged, in chunks."""
@@ -234,6 +234,7 @@ def test_the_log_says_what_is_kept(
     assert any("matrices of" in r.message and "blocks" in r.message for r in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_command_line_compares_both(
     make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
