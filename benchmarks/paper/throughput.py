@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.offload.run import together
 from benchmarks.paper.kinds import OFFLOADED_SYSTEMS, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import OffloadedSystem
 from keyhole.bench import measure
@@ -97,7 +98,7 @@ def run(settings: ThroughputSettings, report: Report) -> dict[str, Any]:
         "relative_error": errors,
         "results": [
             _result(name, requests[name], lengths, spent, settings.answer)
-            | {"launches": measure.together(launched[name])}
+            | {"launches": together(launched[name])}
             | ({"loads": loads[name]} if name in loads else {})
             for name, spent in step_ms.items()
         ],

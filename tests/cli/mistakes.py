@@ -176,7 +176,7 @@ MISTAKES = [
     ("plan --total-memory 8GiB --plot plan", "--plot 'plan': a picture must end in .png, .svg,"),
     ("plan --total-memory 8GiB --plot nowhere/plan.png", "--plot 'nowhere/plan.png': there is no"),
     ("plan --total-memory 8GiB --dtype float", "unknown dtype 'float'; did you mean 'float32'?"),
-    ("plan --total-memory 8GiB --device cpu", "unknown option of plan '--device'"),
+    ("plan --total-memory 8GiB --devise cpu", "unknown option of plan '--devise'"),
     ("calibrate x", "unexpected argument 'x'; a model is named by --model"),
     ("calibrate --model nowhere", "give --data FILE with prompts for this model"),
     ("calibrate --model nowhere --data missing.jsonl", "--data 'missing.jsonl' cannot be read"),
