@@ -8,7 +8,7 @@ Layers with their own sliding window do not call a policy.
 The hooks, in the order in which the engine calls them; only `select` must be defined:
 
     once           resolve ──> page_data, sequence_state, sequence_numbers: memory is planned
-                           └─> dense_layers, offloadable, page_limit
+                           └─> dense_layers, offloadable, page_limit, token_scores
 
     prompt chunk   each layer   keys are written ──> on_append ──> on_prompt_queries ──> attention
                                                                                         over all

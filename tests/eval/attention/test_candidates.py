@@ -33,7 +33,7 @@ CALLED = {
     "after_step",
     "page_limit",
 }
-#: What a run that reads everything has no use for: offloading, CUDA graphs, counted bytes, names.
+#: What a run that reads everything has no use for: offloading, CUDA graphs, counted bytes, names, a plan.
 UNUSED = {
     "as_published",
     "capture_key",
@@ -43,6 +43,7 @@ UNUSED = {
     "outside_budget",
     "overhead_bytes",
     "selection_heads",
+    "token_scores",
 }
 
 
