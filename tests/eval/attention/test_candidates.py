@@ -33,7 +33,8 @@ CALLED = {
     "after_step",
     "page_limit",
 }
-#: What a run that reads everything has no use for: offloading, CUDA graphs, counted bytes, names, a plan.
+#: What a run that reads everything has no use for: offloading, CUDA graphs, counted bytes, names,
+#: a plan.
 UNUSED = {
     "as_published",
     "capture_key",
