@@ -347,8 +347,7 @@ def _number(path: Path, dtype: Any) -> torch.dtype:
 
 
 def _architecture(reader: Any) -> str:
-    found: str = read_field(reader, "general.architecture")[0]
-    return found
+    return str(read_field(reader, "general.architecture")[0])
 
 
 def _module(parameter: str) -> str:
