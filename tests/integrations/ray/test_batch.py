@@ -62,7 +62,7 @@ def test_parts_divide_the_input_at_line_ends(tmp_path: Path, monkeypatch: Any) -
     assert b"".join(texts).strip() == source.read_bytes().strip()
     assert [part.lines for part in parts] == [2, 2, 1]
     assert [part.first for part in parts] == [1, 4, 6]
-    said = "line 5: custom_id 'a' is also that of line 1"
+    said = "line 5: custom_id 'a' was already used in line 1"
     assert [part.repeated for part in parts] == [{}, {5: ("duplicate_custom_id", said)}, {}]
     source.write_text("\n".join(lines[1:]))
     assert batch.plan(str(source))[1] != manifest
