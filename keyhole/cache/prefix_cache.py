@@ -207,7 +207,7 @@ class _Entries:
         return entry
 
     def set(self, entry: int, page: int, maker: int, insertion: int) -> None:
-        """Sets what an entry stands for."""
+        """Sets the page of an entry, who made it, and in which call of `insert`."""
         self.pages[entry], self.makers[entry] = page, maker
         self.insertions[entry] = insertion
 

@@ -1,4 +1,4 @@
-"""What two questions have in common, counted by hand."""
+"""The pages that two questions could share, against counts made by hand."""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ def test_results_do_not_change_when_layers_move(
         model_of = engine.offloader.plan.model
         where = engine.cache.capacity, engine.offloader.offloaded
         lists = model_of.terms(*where)["lists"]  # are no tensors
+        # The plan is to be within 5 % of what is there.
         assert measured == pytest.approx(model_of.cache_bytes(*where) - lists, rel=0.05)
     if (
         kind != "deepseek_v3" or policy.name != "spe_context"

@@ -390,6 +390,7 @@ def test_a_plan_for_a_gpu_counts_that_copy(
     assert (plain["gathered_token_bytes"], found["gathered_token_bytes"]) == (0, 2 * 2 * 8 * FLOAT)
     pages = [plan["thresholds"][0] // PAGE for plan in (plain, found)]
     each = 200_000 // pages[0]
+    # abs=1: both numbers of pages are whole, and `each` was found from one of them.
     assert pages[1] == pytest.approx(200_000 / (each + PAGE * 2 * 2 * 8 * FLOAT), abs=1)
 
 
