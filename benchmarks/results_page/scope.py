@@ -39,8 +39,8 @@ def section(lines: Sequence[Line]) -> list[str]:
         paragraph(
             "All right answers on this page, but those of the section on `tiny-hops`, come from "
             "the bundled model `keyhole-tiny`: 6 layers and 2.2 M parameters, trained on its own "
-            "small language. Its training started with a look-up mechanism built into layers 0 to 2 "
-            "(`recipes/tiny_model/initial.py`), and it still looks everything up there. A "
+            "small language. Its training started with a look-up mechanism built into layers 0 to "
+            "2 (`recipes/tiny_model/initial.py`), and it still looks everything up there. A "
             "policy that reads these three layers in full, and the newest 16 tokens in the "
             "others, therefore answers correctly without selecting anything. `tidal_decode`, "
             "which reads as much in full but has no such window, answers nothing correctly. "
