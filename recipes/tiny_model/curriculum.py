@@ -111,7 +111,26 @@ LONG = (
 )
 """What the end of `HOPS` knows, over longer texts: from a model that `HOPS` has trained."""
 
-CURRICULA = {"single": SINGLE, "hops": HOPS, "long": LONG}
+SCRATCH = (
+    Stage(
+        until=1.2e6,
+        batch=2048,
+        lengths={64: 1, 128: 1},
+        mix={"stream": 2, "questions": 0.7, "walk": 1, "walk2": 0.5, "derive": 1},
+        reach=512,
+    ),
+    Stage(
+        until=4e6,
+        batch=4096,
+        lengths={64: 2, 96: 1, 128: 1},
+        mix={"stream": 0.3, "questions": 1, "direct": 0.2, "walk": 0.5, "walk2": 2, "derive": 1},
+        reach=1024,
+    ),
+    *(replace(stage, until=stage.until + 1e6) for stage in HOPS[1:]),
+)
+"""From weights without a look-up to a model that does several in one step."""
+
+CURRICULA = {"single": SINGLE, "hops": HOPS, "long": LONG, "scratch": SCRATCH}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ neighbour takes all of the weight, so sharp a softmax gives no gradient, and the
 attended to again: no look-up through it is right. Unconstrained training did that to 6 of 320 names
 within two million tokens (benchmarks/LOG.md), so the component is held fixed.
 
-A model this small, trained for an hour on a CPU, does not learn look-ups from random weights; from
-these it needs a hundred thousand tokens. Three things are set and all else is random. Afterwards
-everything is trained freely, except the component along `shared`:
+A model this small, trained for an hour on a CPU, does not learn look-ups from random weights. With
+all of the following it needs a hundred thousand tokens, and without the match layers, where it has
+to find out by itself in which layers to look things up, eight hundred thousand. All else is random.
+Afterwards everything is trained freely, except the component along `shared`:
 
 * In layer 0, the four query heads of the first key-value head look exactly 1, 2, 3 and 4 tokens
   back, and write a small code of the token there into four separate subspaces.
@@ -73,8 +74,18 @@ _SLOW = 6
 """First rotation slow enough to compare contents by: it turns once in 6,000 tokens or more."""
 
 
-def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
-    """Return all parameters, float32, under the names of `LlamaForCausalLM`."""
+def initial_weights(
+    config: LlamaConfig, seed: int, match_layers: Sequence[int] = MATCH_LAYERS
+) -> dict[str, Tensor]:
+    """Return all parameters, float32, under the names of `LlamaForCausalLM`.
+
+    A layer in `match_layers` must come after layer 0, which writes what the match compares; without
+    any, no look-up is built in.
+    """
+    wrong = [layer for layer in match_layers if not 0 < layer < config.num_hidden_layers]
+    if wrong:
+        last = config.num_hidden_layers - 1
+        raise ValueError(f"match layers {wrong} must be from 1 to {last}, the last layer")
     generator = torch.Generator().manual_seed(seed)
     size, hidden = config.head_dim, config.hidden_size
 
@@ -125,7 +136,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     one_back, two_back = codes_back[:2]
     # The token's own code is read from its embedding, where its norm is larger than when written.
     here = code * (_WRITTEN / (read / math.sqrt(hidden)))
-    for layer in MATCH_LAYERS:
+    for layer in match_layers:
         turn = torch.zeros(size, size)
         rotation = torch.linalg.qr(random(num_slow, num_slow))[0]
         turn[torch.outer(slow, slow)] = rotation.flatten()

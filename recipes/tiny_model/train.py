@@ -34,6 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from tqdm.auto import tqdm
 
 from recipes.tiny_model.curriculum import CURRICULA
+from recipes.tiny_model.initial import MATCH_LAYERS
 from recipes.tiny_model.trainer import SNAPSHOT_FILE, Ranks, Trainer, TrainerSettings, joined
 
 _SAVE_EVERY = 180.0
@@ -148,6 +149,13 @@ def main() -> None:
     )
     parser.add_argument("--curriculum", choices=CURRICULA, default="single")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument(
+        "--match-layers",
+        type=int,
+        nargs="*",
+        default=MATCH_LAYERS,
+        help="layers whose look-up is built in at the start; without a number, none",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
     parser.add_argument("--examine-items", type=int, default=16, help="per task and length")

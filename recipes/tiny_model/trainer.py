@@ -25,6 +25,7 @@ from keyhole.eval.tiny_language.tasks import TASKS
 from recipes.tiny_model.curriculum import FeedRows, TrainingBatch
 from recipes.tiny_model.examination import examine
 from recipes.tiny_model.initial import (
+    MATCH_LAYERS,
     hold_share,
     initial_weights,
     shared_direction,
@@ -138,6 +139,7 @@ class TrainerSettings:
     repeat_layers: Sequence[int] = ()
     curriculum: str = "single"
     layers: int = 6
+    match_layers: Sequence[int] = MATCH_LAYERS
     seed: int = 0
     examine_every: int = 2_000_000
     examine_lengths: Sequence[int] = (512, 2048)
@@ -162,7 +164,7 @@ class Trainer:
             self.curriculum = settings.curriculum
             if settings.start is None:
                 self.config = llama_config(settings.layers)
-                start = initial_weights(self.config, self.seed)
+                start = initial_weights(self.config, self.seed, settings.match_layers)
             else:
                 start = load_file(settings.start / "model.safetensors")
                 start = with_repeated(start, settings.repeat_layers)
