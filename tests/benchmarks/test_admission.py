@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.document_reuse import admission
-from keyhole.bench import measure
 
 
 def test_admission_prints_the_delay_of_other_requests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
     output = tmp_path / "admission.jsonl"
     given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")
     more = ("--prompt", "100", "--repeat", "3", "--methods", "epic:num_initial=8,reuse")
