@@ -88,8 +88,8 @@ def make(
 
     where: position of the needed sentences in their documents. subjects: the facts about a name
     follow each other, four to a paragraph, and a needed sentence stands among three others about
-    its name. The same arguments give the same item. Raises UnknownNameError for an unknown kind or position, and ConfigError for fewer than 2
-    documents or fewer than 320 words.
+    its name. The same arguments give the same item. Raises UnknownNameError for an unknown kind or
+    position, and ConfigError for fewer than 2 documents or fewer than 320 words.
     """
     for what, value, known in (("kind of question", kind, KINDS), ("place", where, WHERE)):
         if value not in known:
@@ -174,7 +174,9 @@ def _around(
         others.append((name, "serves", rng.choice(names)))
     rng.shuffle(others)
     cut = rng.randrange(len(others) + 1)
-    texts = [[word for fact in part for word in (*fact, ".")] for part in (others[:cut], others[cut:])]
+    texts = [
+        [word for fact in part for word in (*fact, ".")] for part in (others[:cut], others[cut:])
+    ]
     return texts[0], texts[1]
 
 
