@@ -13,7 +13,8 @@ from keyhole.drawing import FAINT, INK, picture
 
 Line = dict[str, Any]
 
-PICTURE = "offload.png"
+#: The figure of the bundled model, and the model; `picture_name` is that of any.
+PICTURE, BUNDLED = "offload.png", "keyhole-tiny"
 _MOVED = "policy;budget;repeated;hit rate;moved per step;without elastic;right words".split(";")
 _TIMES = "policy;budget;elastic;without overlap;everything copied".split(";")
 _COLORS = {"spe_context": "#b03a48", "delta": "#e08e4f"}
@@ -22,14 +23,20 @@ _MORE_COLORS = (INK, "#0b6e75", "#7a5ea8", "#4c8c4a")
 _PAPER = 0.8
 
 
+def picture_name(line: Line) -> str:
+    """The file of a line's figure."""
+    return PICTURE if line["model"] == BUNDLED else f"offload-{line['model']}.png"
+
+
 def section(line: Line) -> list[str]:
     """Paragraphs, the figure, a table of moved bytes and one of times."""
     below = {r["policy"]: r["offloaded_layers"] for r in line["results"] if r["system"] == ELASTIC}
     where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
+    name = line["model"]
     return [
-        "## Offloaded layers",
-        f"![Share of a selection that repeats, against budget](images/{PICTURE})",
-        "The bundled model works through long derivations, with every layer that can be offloaded\n"
+        "## Offloaded layers" + ("" if name == BUNDLED else f" of `{name}`"),
+        f"![Share of a selection that repeats, against budget](images/{picture_name(line)})",
+        f"`{name}` works through long derivations, with every layer that can be offloaded\n"
         f"offloaded from the first token on: {where}. *Repeated*: the share of a step's selection\n"
         "that the previous step also had, in tokens (pages under `delta`). *Hit rate*: the share\n"
         "of selected tokens that were in the buffers, without the newest one. The last column is\n"
