@@ -97,10 +97,10 @@ def _delta() -> str:
 
 
 def _placements() -> str:
-    """DELTA with every second selection layer, and without one, as in the comparison at an eighth
-    of 1,024 tokens: the same first tokens, window and budget.
+    """DELTA with every second selection layer, without one, and with both layers in which this task
+    looks something up behind layer 1; first tokens, window and budget as at equal terms.
     """
-    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS)]
+    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), "1,3,4"]
     return ",".join(
         f"delta:full_layers=0,delta_layers={at},recent_pages=2,sink_size=16,token_budget=128"
         for at in layers

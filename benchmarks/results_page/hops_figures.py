@@ -57,7 +57,7 @@ def _placements(lines: _Lines) -> list[str]:
         assert found is not None
         rows.append(
             [
-                "".join(map(str, second)) or "none",
+                ", ".join(map(str, second)) or "none",
                 right_share(line),
                 *(percent(found.controls.get(name)) for name in (RECENT, RANDOM, ORACLE)),
                 NOTHING if found.gain is None else gain_text(found.gain),
