@@ -20,7 +20,16 @@ from benchmarks.results_page.variations import (
 )
 from keyhole.eval.attention.suite import LOSS, METHOD, OVERLAP, TRAINED
 from keyhole.eval.attention.tables import estimate
-from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, compared, gain_text, p_text, wilson
+from keyhole.eval.comparisons import (
+    ORACLE,
+    RANDOM,
+    RECENT,
+    Gain,
+    compared,
+    gain_text,
+    p_text,
+    wilson,
+)
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.plot_style import NOTHING
@@ -60,12 +69,19 @@ def _placements(lines: _Lines) -> list[str]:
                 ", ".join(map(str, second)) or "none",
                 right_share(line),
                 *(percent(found.controls.get(name)) for name in (RECENT, RANDOM, ORACLE)),
-                NOTHING if found.gain is None else gain_text(found.gain),
-                NOTHING if found.gain is None else p_text(found.gain),
+                *(_gain(found.gains.get(name)) for name in (RECENT, RANDOM)),
             ]
         )
     place = own[0]
-    heads = ["second layer", "right, %", "*recent*", "*random*", "*oracle*", "gain", "p"]
+    heads = [
+        "second layer",
+        "right, %",
+        "*recent*",
+        "*random*",
+        "*oracle*",
+        "on recent",
+        "on random",
+    ]
     return [
         "### DELTA: where its layers select (section 5 of its paper)",
         paragraph(
@@ -74,12 +90,19 @@ def _placements(lines: _Lines) -> list[str]:
             "in turn every other one, selects for those behind it; it reads everything, and so "
             f"it does in the controls. Every second name of a ring (`{place['task']}`), "
             f"{place['length']:,} tokens, a budget of {own[-1]['budget']}, "
-            f"{place['samples']} samples; the other tasks need no look-up behind layer 2:"
+            f"{place['samples']} samples; the other tasks need no look-up behind layer 2. Gains on "
+            "the newest and on random tokens in points, with Newcombe's intervals and McNemar's "
+            "p:"
         ),
         written(heads, rows),
         *_calibrations(calibrated),
         source([*own, *calibrated]),
     ]
+
+
+def _gain(found: Gain | None) -> str:
+    """Points, their interval and p."""
+    return NOTHING if found is None else f"{gain_text(found)}, p {p_text(found)}"
 
 
 def _calibrations(lines: Sequence[Line]) -> list[str]:
@@ -204,7 +227,9 @@ def _attention(lines: Sequence[Line]) -> list[str]:
         paragraph(
             "Share of a step's list that is in the list so many steps later, %. *always read*: "
             "the share of the list that is first tokens and window, which repeats by itself. "
-            "*chosen*: the share of the others that the next step has again. *oracle lists* are "
+            "*chosen*: the share of the others that the next step has again. A sentence has four "
+            "words, each of which looks for something else, so lists repeat more four steps "
+            "later. *oracle lists* are "
             "the tokens of largest true weight in each layer and KV head, with no window; of "
             "these, *newest* are among the first and newest, and *chance* is what two random "
             "lists share. The paper says over 80 % one step later:"
@@ -241,20 +266,21 @@ def _mass(line: Line | None, who: str) -> str:
 def _repeats(losses: Sequence[Line], tops: Mapping[int, Line]) -> str:
     """A row per budget and kind of list, a column per distance in steps."""
     rows = []
-    for line in sorted(losses, key=lambda line: (line["budget"], line["method"])):
+    for line in losses:
         settings, budget = line["settings"], line["budget"]
         always = settings["sink_size"] + settings["window_size"]
         after = [_mean([text[steps - 1] for text in line["repeats"]]) for steps in _STEPS]
         name = "a list per KV head" if settings["per_head"] else "one list"
-        # Of the window one token leaves at each step.
-        again = (after[0] * budget - always + 1) / (budget - always)
+        # One token leaves the window at each step, and has to be chosen like the others.
+        again = (after[0] * budget - always + 1) / (budget - always + 1)
         extra = [percent(always / budget), percent(again), NOTHING]
         rows.append([f"{budget:,}", name, *map(percent, after), *extra])
-    for budget, top in sorted(tops.items()):
+    for budget, top in tops.items():
         after = [_mean([text[steps - 1] for text in top["by_steps"]]) for steps in _STEPS]
         extra = [NOTHING, NOTHING, percent(top["chance"])]
         newest = f"oracle lists, {percent(_mean(top['newest']))} newest"
         rows.append([f"{budget:,}", newest, *map(percent, after), *extra])
+    rows.sort(key=lambda row: int(row[0].replace(",", "")))
     steps = [f"{n} step{'s' if n > 1 else ''}" for n in _STEPS]
     return written(["budget", "lists", *steps, "always read", "chosen", "chance"], rows)
 
