@@ -44,6 +44,8 @@ FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"):
 RECENT_PAGES = (1, 2, 4, 8, 16)
 #: Layers of `tiny-hops` that select for DELTA besides layer 1: every one that there is.
 SELECTION_LAYERS = range(2, 8)
+#: Where the criteria of `benchmarks.paper.placements` place three of them.
+THREE_SELECT = ("1,3,4", "1,4,5", "1,2,6", "1,3,6", "1,2,3", "1,2,5")
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 #: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
 HOPS_SAMPLES = 24
@@ -97,10 +99,10 @@ def _delta() -> str:
 
 
 def _placements() -> str:
-    """DELTA with every second selection layer, without one, and with both layers in which this task
-    looks something up behind layer 1; first tokens, window and budget as at equal terms.
+    """DELTA with every second selection layer, without one, and with the two that a calibration
+    chooses; first tokens, window and budget as at equal terms.
     """
-    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), "1,3,4"]
+    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), *THREE_SELECT]
     return ",".join(
         f"delta:full_layers=0,delta_layers={at},recent_pages=2,sink_size=16,token_budget=128"
         for at in layers

@@ -33,6 +33,7 @@ from keyhole.eval.comparisons import (
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.plot_style import NOTHING
+from keyhole.policies.selection_layers import place_by_error, place_by_recall, place_by_shift
 
 _Lines = Mapping[str, Sequence[Line]]
 #: Length and budget of the answers whose lengths are counted.
@@ -74,7 +75,7 @@ def _placements(lines: _Lines) -> list[str]:
         )
     place = own[0]
     heads = [
-        "second layer",
+        "besides layer 1",
         "right, %",
         "*recent*",
         "*random*",
@@ -86,9 +87,9 @@ def _placements(lines: _Lines) -> list[str]:
         "### DELTA: where its layers select (section 5 of its paper)",
         paragraph(
             "The paper places selection layers by a calibration, where attention shifts most from "
-            "one layer to the next. Here layer 0 is dense, layer 1 selects, and a second layer, "
-            "in turn every other one, selects for those behind it; it reads everything, and so "
-            f"it does in the controls. Every second name of a ring (`{place['task']}`), "
+            "one layer to the next. Here layer 0 is dense, layer 1 selects, and one or two layers "
+            "more select for those behind them; they read everything, and so "
+            f"they do in the controls. Every second name of a ring (`{place['task']}`), "
             f"{place['length']:,} tokens, a budget of {own[-1]['budget']}, "
             f"{place['samples']} samples; the other tasks need no look-up behind layer 2. Gains on "
             "the newest and on random tokens in points, with Newcombe's intervals and McNemar's "
@@ -116,19 +117,27 @@ def _calibrations(lines: Sequence[Line]) -> list[str]:
             "mass": {layer: percent(cost["mass"]) for layer, cost in line["costs"].items()},
             "error": {layer: percent(cost["error"]) for layer, cost in line["costs"].items()},
         }
+        layers = range(1, len(line["shift"]))
+        two = {
+            "shift": place_by_shift(line["shift"], layers, 3),
+            "mass": place_by_recall(line["recall"], layers, 3),
+            "error": place_by_error(line["error"], layers, 3),
+        }
         for name, found in values.items():
             chosen = str(line["placed"][name])
             cells = [f"**{text}**" if layer == chosen else text for layer, text in found.items()]
+            cells.append(", ".join(map(str, two[name][1:])))
             rows.append([f"`{task}`", _CRITERIA[name], *cells])
     return [
         paragraph(
             "What `keyhole calibrate` measures under full attention, by the second layer: the "
             "total variation between the layer's distribution over pages and that of the layer "
             "before it; attention kept and relative error of the output, means over the layers "
-            "that stay sparse. Each criterion's choice is in bold. "
+            "that stay sparse. Each criterion's choice is in bold, and the last column has its "
+            "choice of two layers. "
             f"{any_line['items']} texts of each task, {any_line['token_budget']} tokens read:"
         ),
-        written(["texts", "criterion", *any_line["costs"]], rows),
+        written(["texts", "criterion", *any_line["costs"], "two layers"], rows),
     ]
 
 

@@ -193,17 +193,20 @@ def test_a_placement_stands_beside_its_controls_and_its_calibration() -> None:
         "task": "tiny_walk2",
         "items": 3,
         "token_budget": 128,
-        "shift": [0.0, 0.5, 0.1, 0.25],
+        "shift": [0.0, 0.5, 0.1, 0.25, 0.2],
+        "recall": [[0.5] * 4 + [0.9]] * 5,
+        "error": [[0.1, 0.1, 0.9, 0.1, 0.9]] * 5,
         "costs": {"2": {"mass": 0.5, "error": 0.25}, "3": {"mass": 0.75, "error": 0.5}},
         "placed": {"shift": 3, "mass": 3, "error": 2},
     }
     found = {"hops-placements": delta, "hops-calibration": [calibration]}
     text = "\n".join(hops_figures.sections(found, {}))
     assert "| 3 | 75 (53 to 89) | 10 | 0 | 100 | +65.0 (" in text
-    assert "| texts | criterion | 2 | 3 |" in text
-    assert "| `tiny_walk2` | shift (the paper's) | 0.100 | **0.250** |" in text
-    assert "| `tiny_walk2` | attention kept, % | 50 | **75** |" in text
-    assert "| `tiny_walk2` | error, % | **25** | 50 |" in text
+    assert "| texts | criterion | 2 | 3 | two layers |" in text
+    assert "| `tiny_walk2` | shift (the paper's) | 0.100 | **0.250** | 3, 4 |" in text
+    # Two of three layers read everything; the one that is left should keep most, or err least.
+    assert "| `tiny_walk2` | attention kept, % | 50 | **75** | 2, 3 |" in text
+    assert "| `tiny_walk2` | error, % | **25** | 50 | 2, 4 |" in text
 
 
 def test_a_list_is_judged_by_what_it_keeps_and_by_what_repeats() -> None:
