@@ -23,7 +23,6 @@ in paragraphs about one name each, and lines go to benchmarks/results/samkv-hops
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import sys
 import tempfile
@@ -31,15 +30,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import benchmarks
+from benchmarks import command
 from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page
 from benchmarks.document_reuse.methods import ABLATION, EQUAL, METHODS, Variant
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
 from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make, token_f1
 from keyhole.reuse import make_reuse
 
@@ -68,7 +66,7 @@ _ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
     parser.add_argument("--model", default="tiny", choices=("tiny", "tiny-hops"))
     kinds = (*KINDS, *EQUAL_KINDS, *HOPS_KINDS[3:])
@@ -78,7 +76,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--ablation", action="store_true", help="also ablate SamKV")
     parser.add_argument("--again", action="store_true", help="measure stored cells again")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
@@ -149,8 +146,7 @@ def _line(
     kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The fields of a line that are known before the measurement."""
-    line = measure.header("samkv", torch.device("cpu"), arguments.note)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
+    line = command.header("samkv", "benchmarks.samkv", arguments.note)
     return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
 
 
