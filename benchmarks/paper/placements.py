@@ -12,17 +12,12 @@ measures what every placement answers.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import shlex
-import sys
 from typing import Any
 
-import torch
-
 import benchmarks
+from benchmarks import command
 from benchmarks.claims import SELECTION_LAYERS
-from keyhole.bench import measure
 from keyhole.eval.calibrate import measured
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import load
@@ -37,15 +32,13 @@ _FULL_LAYERS = (0,)
 
 def main() -> None:
     """Measures every task, and adds its line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, default=3, help="texts of each task")
     parser.add_argument("--max-tokens", type=int, default=256, help="decode steps of a text")
-    parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     model = load("tiny-hops", "cpu")
     for task in TASKS:
-        line = measure.header("placements", torch.device("cpu"), arguments.note)
-        line["command"] = shlex.join(["python", "-m", "benchmarks.paper.placements", *sys.argv[1:]])
+        line = command.header("placements", "benchmarks.paper.placements", arguments.note)
         line |= {"task": f"tiny_{task}", "length": _LENGTH, "items": arguments.items}
         line |= run(model, task, _LENGTH, arguments.items, arguments.max_tokens)
         benchmarks.append(benchmarks.results() / "hops-calibration.jsonl", line)
