@@ -44,6 +44,8 @@ FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"):
 RECENT_PAGES = (1, 2, 4, 8, 16)
 #: Layers of `tiny-hops` that select for DELTA besides layer 1: every one that there is.
 SELECTION_LAYERS = range(2, 8)
+#: Only this task needs a layer behind those that all of these placements share.
+_PLACEMENTS_AT: dict[tuple[str, str], tuple[int, ...]] = {("tiny_walk2", "prompt"): (1024,)}
 #: Where the criteria of `benchmarks.paper.placements` place three of them.
 THREE_SELECT = ("1,3,4", "1,4,5", "1,2,6", "1,3,6", "1,2,3", "1,2,5")
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
@@ -167,8 +169,7 @@ PARTS = {
                 *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),
             ],
         ),
-        # Only this task needs a layer after those that every placement shares.
-        ("placements", {("tiny_walk2", "prompt"): (1024,)}, ["--policies", _placements()]),
+        ("placements", _PLACEMENTS_AT, ["--policies", _placements()]),
     )
 }
 
