@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.results_page.controls import HOPS, TERMS
 from keyhole.drawing import picture
 from keyhole.errors import ConfigError
+from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.cells import Cell, cells, place_name, places
@@ -21,6 +22,7 @@ from keyhole.eval.report.plot_style import MethodStyle, method_styles
 #: Task of the answers whose lengths are shown, and the budget that each model has at the longest.
 _TASK = "tiny_derive"
 _LENGTHS = {"equal": 128, HOPS + "equal": 512}
+_CONTROLS = (RECENT, RANDOM, ORACLE)
 #: Size of a panel in inches, and panels per row.
 _PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 
@@ -62,13 +64,18 @@ def shown(lines: Mapping[str, Sequence[Line]], part: str) -> dict[tuple[str, str
 
 
 def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
-    """The cumulative distribution of each method, as steps."""
+    """The cumulative distribution of each method, as steps; controls are dashed. Other forms of a
+    method, whose names have a setting, are left out.
+    """
     style: dict[str, MethodStyle] = method_styles(found)
     with picture(path, figsize=(7, 4), layout="constrained") as figure:
         axes = figure.subplots()
         for (_, name), lengths in found.items():
+            if ":" in name:
+                continue
             shares = np.arange(1, len(lengths) + 1) / len(lengths)
-            axes.step(lengths, shares, where="post", color=style[name].color, label=name)
+            look = {"color": style[name].color, "linestyle": "--" if name in _CONTROLS else "-"}
+            axes.step(lengths, shares, where="post", label=name, **look)
         axes.set_xlabel("tokens of an answer")
         axes.set_ylabel("share of answers")
         axes.legend(fontsize=7, ncols=2)

@@ -45,15 +45,20 @@ def section(line: Line) -> list[str]:
             _MOVED,
             _rows(line, _moved),
         ),
+        # One model's times are enough.
+        *(_timed(line) if name == BUNDLED else []),
+        *_large(line),
+        _about(line),
+    ]
+
+
+def _timed(line: Line) -> list[str]:
+    """The table of times."""
+    return [
         "Time of a step, relative to no offloading, and in brackets the milliseconds that\n"
         "attention waited for copies. Layers are offloaded to a file here; if the system caches\n"
         "it, these are copies within memory.",
-        tables.written(
-            _TIMES,
-            _rows(line, _times),
-        ),
-        *_large(line),
-        _about(line),
+        tables.written(_TIMES, _rows(line, _times)),
     ]
 
 
@@ -163,10 +168,13 @@ def _about(line: Line) -> str:
     settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
     first = line["results"][0]
     note = f" Note: {line['note']}." if line["note"] else ""
+    medians = f"; times are medians of {first['steps_timed']} interleaved steps"
+    texts = f"{settings['items']} derivation{'' if settings['items'] == 1 else 's'}"
     return (
-        f"{line['model']}, {settings['items']} derivations of up to {max(line['tokens']):,} "
-        f"tokens, {first['steps_counted']:,} steps counted at the least budget; times are medians "
-        f"of {first['steps_timed']} interleaved steps. {machine['cpu']}, {machine['cores']} cores, "
+        f"{line['model']}, {texts} of up to {max(line['tokens']):,} "
+        f"tokens, {first['steps_counted']:,} steps counted at the least budget"
+        f"{medians if line['model'] == BUNDLED else ''}. "
+        f"{machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
         f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
     )
