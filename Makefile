@@ -175,9 +175,16 @@ soak: $(READY) ## 100,000 mixed requests to a server, whose state must not chang
 	@.venv/bin/python -m benchmarks.serving.soak --requests $(or $(REQUESTS),100000) \
 	  --state runs/soak/state.json --documents runs/soak/documents
 
-# What is stored is not measured again, so the next call goes on from there.
-bench-hops: $(READY) ## the policies on "tiny-hops" by equal terms, as published and tuned: hours on one core, cell by cell
-	@.venv/bin/python -m benchmarks.claims --parts hops-equal hops-published hops-recency hops-tuned
+# What is stored is not measured again, so the next call goes on from there; only the calibration of DELTA's layers and
+# loading from offloaded layers, minutes each, are measured each time. The last command measures times, too.
+bench-hops: $(READY) ## the policies and the papers' figures on "tiny-hops": hours on one core, cell by cell
+	@.venv/bin/python -m benchmarks.paper.placements
+	@.venv/bin/keyhole eval --model tiny-hops --suite attention --terms equal --lengths 2048 --budgets 1/8,1/4,1/16 --limit 4 \
+	  --policies spe_context,spe_context:per_head=False --output benchmarks/results/hops-attention.jsonl
+	@.venv/bin/python -m benchmarks.claims --parts hops-placements hops-lists hops-equal hops-published hops-recency hops-tuned
+	@.venv/bin/python -m benchmarks.samkv --equal --model tiny-hops --items 24
+	@.venv/bin/python -m benchmarks.offload --model tiny-hops --budgets 128,256,512 --items 1 --output benchmarks/results/offload.jsonl
+	@.venv/bin/python -m benchmarks.speed_pages
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -42,6 +42,12 @@ TUNED_PLACES = {
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
+#: Layers of `tiny-hops` that select for DELTA besides layer 1: every one that there is.
+SELECTION_LAYERS = range(2, 8)
+#: Only this task needs a layer behind those that all of these placements share.
+_PLACEMENTS_AT: dict[tuple[str, str], tuple[int, ...]] = {("tiny_walk2", "prompt"): (1024,)}
+#: Where the criteria of `benchmarks.paper.placements` place three of them.
+THREE_SELECT = ("1,3,4", "1,4,5", "1,2,6", "1,3,6", "1,2,3", "1,2,5")
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 #: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
 HOPS_SAMPLES = 24
@@ -91,6 +97,17 @@ def _delta() -> str:
         for budget in map(int, BUDGETS.split(","))
         for pages in RECENT_PAGES
         if pages * 16 <= budget
+    )
+
+
+def _placements() -> str:
+    """DELTA with every second selection layer, without one, and with the two that a calibration
+    chooses; first tokens, window and budget as at equal terms.
+    """
+    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), *THREE_SELECT]
+    return ",".join(
+        f"delta:full_layers=0,delta_layers={at},recent_pages=2,sink_size=16,token_budget=128"
+        for at in layers
     )
 
 
@@ -144,6 +161,15 @@ PARTS = {
             ],
         ),
         ("recency", HOPS_FEW_PLACES, ["--policies", _delta()]),
+        (
+            "lists",
+            HOPS_FEW_PLACES,
+            [
+                *("--terms", "equal", "--budgets", "1/8,1/4,1/16"),
+                *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),
+            ],
+        ),
+        ("placements", _PLACEMENTS_AT, ["--policies", _placements()]),
     )
 }
 

@@ -11,11 +11,13 @@ existing cells again). If a cell lacks some methods, only these and `recompute` 
 same questions; their line is added to the cell. `--render` writes docs/samkv.md and its figures.
 Seeds count from 0.
 
-    python -m benchmarks.samkv --equal [--items 100]
+    python -m benchmarks.samkv --equal [--items 100] [--model tiny-hops]
 
 measures methods at equal budgets instead, over shorter documents with the needed sentences anywhere
 in them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each question,
 `multi_infllm` and random blocks keep as many tokens as SamKV, and `cacheblend` recomputes as many.
+With `--model tiny-hops` the needed sentences stand in the middle, first among unrelated ones, then
+in paragraphs about one name each, and lines go to benchmarks/results/samkv-hops.jsonl.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks
-import keyhole
 from benchmarks import command
 from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page
@@ -55,6 +56,9 @@ OUTPUT = benchmarks.results() / "samkv.jsonl"
 EQUAL_KINDS = ("one/anywhere", "two_hop/anywhere", "needs_each_other/anywhere")
 EQUAL_SHAPE = "4x320"
 EQUAL_OUTPUT = benchmarks.results() / "samkv-equal.jsonl"
+#: Of `tiny-hops`: a third part, `subjects`, for documents of paragraphs about one name each.
+HOPS_KINDS = (*KINDS[1::2], *(f"{kind}/subjects" for kind in KINDS[1::2]))
+HOPS_OUTPUT = benchmarks.results() / "samkv-hops.jsonl"
 # Three blocks of 64 would already be two fifths of 512 words.
 _BLOCK_SIZE = {320: 16, 512: 32}
 # The longest answer has thirteen words.
@@ -65,7 +69,8 @@ def main() -> None:
     """Reads the command line, measures and stores."""
     parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
-    kinds = (*KINDS, *(kind for kind in EQUAL_KINDS if kind not in KINDS))
+    parser.add_argument("--model", default="tiny", choices=("tiny", "tiny-hops"))
+    kinds = (*KINDS, *EQUAL_KINDS, *HOPS_KINDS[3:])
     parser.add_argument("--kinds", nargs="+", choices=kinds)
     parser.add_argument("--shapes", nargs="+")
     parser.add_argument("--equal", action="store_true", help="methods at equal budgets")
@@ -75,19 +80,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
-    equal = arguments.equal
+    equal, hops = arguments.equal, arguments.model == "tiny-hops"
+    if hops and not equal:
+        parser.error("--model tiny-hops is measured at equal budgets only; add --equal")
+    equal_output = HOPS_OUTPUT if hops else EQUAL_OUTPUT
     arguments.items = arguments.items or (100 if equal else 200)
-    arguments.output = arguments.output or (EQUAL_OUTPUT if equal else OUTPUT)
+    arguments.output = arguments.output or (equal_output if equal else OUTPUT)
     if not arguments.render:
         # Times are reported relative to recompute.
         names = ("recompute", *arguments.methods)
         variants = {name: variant for name, variant in METHODS.items() if name in names}
         if arguments.ablation:
             variants |= ABLATION
+        usual = (HOPS_KINDS if hops else EQUAL_KINDS) if equal else KINDS
         with tempfile.TemporaryDirectory() as folder:
-            llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=folder)
+            llm = LLM(arguments.model, device="cpu", prefix_cache=False, documents=folder)
             for shape in arguments.shapes or ((EQUAL_SHAPE,) if equal else SHAPES):
-                for kind in arguments.kinds or (EQUAL_KINDS if equal else KINDS):
+                for kind in arguments.kinds or usual:
                     if equal:
                         _equal_cell(llm, kind, shape, arguments)
                     else:
@@ -95,6 +104,7 @@ def main() -> None:
     docs = benchmarks.ROOT / "docs"
     page.write(page.stored(OUTPUT), docs)
     document_equal.write(document_equal.stored(EQUAL_OUTPUT), docs)
+    document_equal.write(document_equal.stored(HOPS_OUTPUT), docs, document_equal.HOPS)
 
 
 def _cell(
@@ -167,11 +177,18 @@ def count(
     item whether it was right.
     """
     matches = matches or {}
-    question, where = kind.split("/")
+    question, where, *subjects = kind.split("/")
     number, words = map(int, shape.split("x"))
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for seed in tqdm(range(items), desc=f"{kind} {shape}", disable=None):
-        item = make(question, where=where, num_documents=number, words=words, seed=seed)
+        item = make(
+            question,
+            where=where,
+            num_documents=number,
+            words=words,
+            seed=seed,
+            subjects=bool(subjects),
+        )
         for name, text in zip(item.names, item.documents, strict=True):
             llm.documents.add(name, text, block_size=block_size)
         # The first one has the coldest caches, so the order rotates; variants with a budget of

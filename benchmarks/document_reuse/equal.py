@@ -1,6 +1,7 @@
 """The tables of docs/samkv.md at equal budgets: every method, and selections against their control.
 
-Written by `python -m benchmarks.samkv --render` from the stored lines, between two comments.
+Written by `python -m benchmarks.samkv --render` from the stored lines, between two comments for
+each bundled model.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from benchmarks.document_reuse.methods import EQUAL, PAIRS
 from benchmarks.document_reuse.page import PAGE, Line, Lines, between
 from keyhole.eval.comparisons import gain, wilson
 
-BEGIN = "<!-- equal budgets: python -m benchmarks.samkv --render -->\n"
-END = "<!-- end of equal budgets -->"
+#: The comments around the tables of each model.
+TINY, HOPS = (
+    (f"<!-- equal budgets{of}: python -m benchmarks.samkv --render -->\n",
+     f"<!-- end of equal budgets{of} -->")
+    for of in ("", " of tiny-hops")
+)  # fmt: skip
 
 _HEADS = {
     "one/anywhere": "one, anywhere",
     "two_hop/anywhere": "two hops, anywhere",
     "needs_each_other/anywhere": "each other, anywhere",
+    "one/middle": "one",
+    "one/middle/subjects": "one, subjects",
+    "two_hop/middle": "two hops",
+    "two_hop/middle/subjects": "two hops, subjects",
+    "needs_each_other/middle": "each other",
+    "needs_each_other/middle/subjects": "each other, subjects",
 }
 
 
@@ -29,10 +40,10 @@ def stored(path: Path) -> Lines:
     return {(line["kind"], line["shape"]): line for line in lines}
 
 
-def write(lines: Lines, docs: Path) -> None:
-    """Rewrites the tables of the page."""
+def write(lines: Lines, docs: Path, comments: tuple[str, str] = TINY) -> None:
+    """Rewrites the tables of the page between these comments."""
     page = docs / PAGE
-    page.write_text(between(page.read_text(), BEGIN, END, render(lines)))
+    page.write_text(between(page.read_text(), *comments, render(lines)))
 
 
 def render(lines: Lines) -> str:

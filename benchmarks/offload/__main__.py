@@ -10,7 +10,6 @@ import functools
 import sys
 from typing import Any
 
-import keyhole
 from benchmarks import command
 from benchmarks.offload.settings import OffloadSettings
 from keyhole.bench.measure import Report
@@ -40,7 +39,7 @@ def _run(settings: OffloadSettings, report: Report) -> dict[str, Any]:
     from keyhole.bench import measure
     from keyhole.models.loading import load
 
-    model = load(keyhole.tiny(), str(measure.device(settings.device)))
+    model = load(settings.model, str(measure.device(settings.device)))
     return run.run(model, settings, report)
 
 

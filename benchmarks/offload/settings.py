@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from keyhole.bench.settings import DEVICES, PAGE_SIZE, SHAPES, Names, require_known, specs
 from keyhole.config import is_count, require, require_counts, setting
 
+BUNDLED = ("tiny", "tiny-hops")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
     """The benchmark of loading from offloaded layers, on the bundled model."""
 
+    model: str = setting("tiny", "bundled model, one of tiny and tiny-hops")
     budgets: tuple[int, ...] = setting(
         (64, 128, 256, 512, 1024), "token budgets in ascending order"
     )
@@ -44,6 +47,7 @@ class OffloadSettings:
     def __post_init__(self) -> None:
         counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
+        require_known("model", [self.model], BUNDLED)
         require(good, "budgets", self.budgets, "numbers of tokens in ascending order")
         object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")

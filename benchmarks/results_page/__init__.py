@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.results_page import adaptive, controls, controls_pictures, one_layer, variations
+from benchmarks.results_page import (
+    adaptive,
+    controls,
+    controls_pictures,
+    hops_figures,
+    one_layer,
+    variations,
+)
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
@@ -107,7 +114,7 @@ def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
         *parts,
         *controls.hops_section(claims, pictures),
         *one_layer.section(claims.get("layers", ())),
-        *variations.hops_sections(claims),
+        *hops_figures.sections(claims, pictures),
     ]
 
 

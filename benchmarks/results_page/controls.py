@@ -24,7 +24,15 @@ HOPS = "hops-"
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
     | {"adaptive": "adaptive-layers.jsonl", "layers": "one-sparse-layer.jsonl"}
-    | {HOPS + name: f"{HOPS}{name}.jsonl" for name in ("equal", "tuned", "published", "recency")}
+    | {
+        HOPS + name: f"{HOPS}{name}.jsonl"
+        for name in (
+            *("equal", "tuned", "published", "recency"),
+            *("placements", "calibration", "attention"),
+        )
+    }
+    # Its other form is a method of the comparison at equal terms, with the same controls.
+    | {HOPS + "lists": f"{HOPS}equal.jsonl"}
 )
 #: Title and explanation of each comparison, in the order of the page.
 TERMS = {

@@ -12,14 +12,17 @@ import numpy as np
 from benchmarks.results_page.controls import HOPS, TERMS
 from keyhole.drawing import picture
 from keyhole.errors import ConfigError
+from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
 from keyhole.eval.report.cells import Cell, cells, place_name, places
 from keyhole.eval.report.charts import draw_pareto, points
 from keyhole.eval.report.plot_style import MethodStyle, method_styles
 
-#: Task and budget of the answers whose lengths are shown; their texts are the longest.
-_TASK, _BUDGET = "tiny_derive", 128
+#: Task of the answers whose lengths are shown, and the budget that each model has at the longest.
+_TASK = "tiny_derive"
+_LENGTHS = {"equal": 128, HOPS + "equal": 512}
+_CONTROLS = (RECENT, RANDOM, ORACLE)
 #: Size of a panel in inches, and panels per row.
 _PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
 
@@ -28,43 +31,51 @@ def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     """Name -> file of the figures that these lines give."""
     every = [*TERMS, *(HOPS + name for name in TERMS)]
     found = {name: f"claims-{name}.png" for name in every if lines.get(name)}
-    if shown(lines.get("equal", ())):
-        found["lengths"] = "answer-lengths.png"
+    for name in _LENGTHS:
+        if shown(lines, name):
+            hops = HOPS if name.startswith(HOPS) else ""
+            found[f"{hops}lengths"] = f"{hops}answer-lengths.png"
     return found
 
 
 def write(lines: Mapping[str, Sequence[Line]], folder: Path) -> None:
     """Draws all figures. Needs matplotlib."""
     for name, file in names(lines).items():
-        if name == "lengths":
-            _lengths(shown(lines["equal"]), folder / file)
+        if name.endswith("lengths"):
+            _lengths(shown(lines, name.replace("lengths", "equal")), folder / file)
         else:
             terms = TERMS[name.removeprefix(HOPS)][0].lower()
             title = f"Right answers against bytes read per step: {terms}"
             pareto_chart(cells(lines[name]), folder / file, title=title)
 
 
-def shown(lines: Sequence[Line]) -> dict[tuple[str, str], np.ndarray]:
-    """Tokens of every answer to the longest derivations, ascending, by policy and name."""
-    asked = [line for line in lines if line["task"] == _TASK and line.get("answer_lengths")]
+def shown(lines: Mapping[str, Sequence[Line]], part: str) -> dict[tuple[str, str], np.ndarray]:
+    """Tokens of each answer of a part to the longest derivations, ascending, by policy and name."""
+    own = lines.get(part, ())
+    asked = [line for line in own if line["task"] == _TASK and line.get("answer_lengths")]
     longest = max((line["length"] for line in asked), default=0)
     return {
         (line["policy"], str(line.get(CONTROL) or line["method"])): np.sort(
             np.asarray(line["answer_lengths"])
         )
         for line in asked
-        if line["length"] == longest and line["budget"] in (_BUDGET, None)
+        if line["length"] == longest and line["budget"] in (_LENGTHS[part], None)
     }
 
 
 def _lengths(found: Mapping[tuple[str, str], np.ndarray], path: Path) -> None:
-    """The cumulative distribution of each method, as steps."""
+    """The cumulative distribution of each method, as steps; controls are dashed. Other forms of a
+    method, whose names have a setting, are left out.
+    """
     style: dict[str, MethodStyle] = method_styles(found)
     with picture(path, figsize=(7, 4), layout="constrained") as figure:
         axes = figure.subplots()
         for (_, name), lengths in found.items():
+            if ":" in name:
+                continue
             shares = np.arange(1, len(lengths) + 1) / len(lengths)
-            axes.step(lengths, shares, where="post", color=style[name].color, label=name)
+            look = {"color": style[name].color, "linestyle": "--" if name in _CONTROLS else "-"}
+            axes.step(lengths, shares, where="post", label=name, **look)
         axes.set_xlabel("tokens of an answer")
         axes.set_ylabel("share of answers")
         axes.legend(fontsize=7, ncols=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
-from benchmarks.results_page.controls import HOPS, TASKS, source
+from benchmarks.results_page.controls import TASKS, source
 from benchmarks.results_page.text import image, kib, paragraph, percent, written
 from keyhole.eval.comparisons import (
     ORACLE,
@@ -31,7 +31,7 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
     """The sections that have lines; pictures: by name."""
     parts = []
     if own := lines.get("recency"):
-        parts += _recency_section(own)
+        parts += recency_section(own)
     if own := lines.get("lists"):
         parts += [
             "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
@@ -40,7 +40,7 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
                 "paper finds more hits with lists per head. The head here was trained on this "
                 "model by an objective of our own."
             ),
-            *_by_place(own, _lists),
+            *by_place(own, lists_table),
             source(own),
         ]
     if own := lines.get("adaptive"):
@@ -58,7 +58,8 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
     return parts
 
 
-def _by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> list[str]:
+def by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> list[str]:
+    """A table for every task and length, with a line above it."""
     parts = []
     for task, length in dict.fromkeys((line["task"], line["length"]) for line in lines):
         own = [line for line in lines if (line["task"], line["length"]) == (task, length)]
@@ -72,13 +73,8 @@ def _by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> 
     return parts
 
 
-def hops_sections(lines: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Those on `tiny-hops` that have lines."""
-    own = lines.get(HOPS + "recency")
-    return _recency_section(own) if own else []
-
-
-def _recency_section(own: Sequence[Line]) -> list[str]:
+def recency_section(own: Sequence[Line]) -> list[str]:
+    """DELTA's window by budget; own: the lines of one model."""
     return [
         "### DELTA: newest pages by budget (table 1 of its paper)",
         paragraph(
@@ -87,7 +83,7 @@ def _recency_section(own: Sequence[Line]) -> list[str]:
             "between the newest pages (rows) and the pages with the best scores. A row "
             "whose budget is all newest pages is the recent control itself."
         ),
-        *_by_place(own, _recency),
+        *by_place(own, _recency),
         source(own),
     ]
 
@@ -99,7 +95,7 @@ def _recency(lines: Sequence[Line]) -> str:
     budgets = sorted({line["budget"] for line in own})
     cells = {(line["settings"]["recent_pages"], line["budget"]): line for line in own}
     rows = [
-        [str(pages), *(_share(cells.get((pages, budget))) for budget in budgets)]
+        [str(pages), *(right_share(cells.get((pages, budget))) for budget in budgets)]
         for pages in sorted({pages for pages, _ in cells})
     ]
     for name in (RECENT, ORACLE):
@@ -120,7 +116,7 @@ def _recency(lines: Sequence[Line]) -> str:
     return written(["newest pages", *(f"budget {budget}" for budget in budgets)], rows)
 
 
-def _lists(lines: Sequence[Line]) -> str:
+def lists_table(lines: Sequence[Line]) -> str:
     """A row per budget: both forms, and the difference on the same samples."""
     found = dict(zip(map(id, lines), compared(lines), strict=True))
     own = [line for line in lines if line.get(CONTROL) is None and line["policy"] != FULL]
@@ -133,8 +129,8 @@ def _lists(lines: Sequence[Line]) -> str:
         rows.append(
             [
                 f"{budget:,}",
-                _share(pair[True]),
-                _share(pair[False]),
+                right_share(pair[True]),
+                right_share(pair[False]),
                 gain_text(difference),
                 p_text(difference),
                 *(_control(found[id(pair[True])], name) for name in (RECENT, ORACLE)),
@@ -183,7 +179,7 @@ def _control(found: Comparison | None, name: str) -> str:
     return NOTHING if found is None else percent(found.controls.get(name))
 
 
-def _share(line: Line | None) -> str:
+def right_share(line: Line | None) -> str:
     """Right answers with a Wilson interval."""
     if line is None:
         return NOTHING

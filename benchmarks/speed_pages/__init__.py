@@ -115,7 +115,7 @@ def page(
     for line in latest(kernels, _processor):
         parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
-    for line in offload[-1:]:
+    for line in latest(offload, _model):
         parts += offload_page.section(line)
     parts += million_page.section(million)
     if headlines is not None:
@@ -146,14 +146,18 @@ def main() -> None:
     results.write_text(current(results.read_text()))
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
-    for line in offload[-1:]:
-        offload_page.curve(line, docs / "images" / offload_page.PICTURE)
+    for line in latest(offload, _model):
+        offload_page.curve(line, docs / "images" / offload_page.picture_name(line))
     if million:
         million_page.curve(million, docs / "images" / million_page.PICTURE)
 
 
 def _device_and_batch(line: Line) -> Hashable:
     return line["machine"]["device"], line["settings"]["batch"]
+
+
+def _model(line: Line) -> Hashable:
+    return line["model"]
 
 
 def _processor(line: Line) -> str:

@@ -13,7 +13,8 @@ from keyhole.drawing import FAINT, INK, picture
 
 Line = dict[str, Any]
 
-PICTURE = "offload.png"
+#: The figure of the bundled model, and the model; `picture_name` is that of any.
+PICTURE, BUNDLED = "offload.png", "keyhole-tiny"
 _MOVED = "policy;budget;repeated;hit rate;moved per step;without elastic;right words".split(";")
 _TIMES = "policy;budget;elastic;without overlap;everything copied".split(";")
 _COLORS = {"spe_context": "#b03a48", "delta": "#e08e4f"}
@@ -22,14 +23,20 @@ _MORE_COLORS = (INK, "#0b6e75", "#7a5ea8", "#4c8c4a")
 _PAPER = 0.8
 
 
+def picture_name(line: Line) -> str:
+    """The file of a line's figure."""
+    return PICTURE if line["model"] == BUNDLED else f"offload-{line['model']}.png"
+
+
 def section(line: Line) -> list[str]:
     """Paragraphs, the figure, a table of moved bytes and one of times."""
     below = {r["policy"]: r["offloaded_layers"] for r in line["results"] if r["system"] == ELASTIC}
     where = ", ".join(f"{count} layers under `{policy}`" for policy, count in below.items())
+    name = line["model"]
     return [
-        "## Offloaded layers",
-        f"![Share of a selection that repeats, against budget](images/{PICTURE})",
-        "The bundled model works through long derivations, with every layer that can be offloaded\n"
+        "## Offloaded layers" + ("" if name == BUNDLED else f" of `{name}`"),
+        f"![Share of a selection that repeats, against budget](images/{picture_name(line)})",
+        f"`{name}` works through long derivations, with every layer that can be offloaded\n"
         f"offloaded from the first token on: {where}. *Repeated*: the share of a step's selection\n"
         "that the previous step also had, in tokens (pages under `delta`). *Hit rate*: the share\n"
         "of selected tokens that were in the buffers, without the newest one. The last column is\n"
@@ -38,15 +45,20 @@ def section(line: Line) -> list[str]:
             _MOVED,
             _rows(line, _moved),
         ),
+        # One model's times are enough.
+        *(_timed(line) if name == BUNDLED else []),
+        *_large(line),
+        _about(line),
+    ]
+
+
+def _timed(line: Line) -> list[str]:
+    """The table of times."""
+    return [
         "Time of a step, relative to no offloading, and in brackets the milliseconds that\n"
         "attention waited for copies. Layers are offloaded to a file here; if the system caches\n"
         "it, these are copies within memory.",
-        tables.written(
-            _TIMES,
-            _rows(line, _times),
-        ),
-        *_large(line),
-        _about(line),
+        tables.written(_TIMES, _rows(line, _times)),
     ]
 
 
@@ -156,10 +168,13 @@ def _about(line: Line) -> str:
     settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
     first = line["results"][0]
     note = f" Note: {line['note']}." if line["note"] else ""
+    medians = f"; times are medians of {first['steps_timed']} interleaved steps"
+    texts = f"{settings['items']} derivation{'' if settings['items'] == 1 else 's'}"
     return (
-        f"{line['model']}, {settings['items']} derivations of up to {max(line['tokens']):,} "
-        f"tokens, {first['steps_counted']:,} steps counted at the least budget; times are medians "
-        f"of {first['steps_timed']} interleaved steps. {machine['cpu']}, {machine['cores']} cores, "
+        f"{line['model']}, {texts} of up to {max(line['tokens']):,} "
+        f"tokens, {first['steps_counted']:,} steps counted at the least budget"
+        f"{medians if line['model'] == BUNDLED else ''}. "
+        f"{machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
         f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
     )

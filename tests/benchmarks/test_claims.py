@@ -6,6 +6,7 @@ import pytest
 
 import keyhole
 from benchmarks import adaptive_layers, claims
+from benchmarks.paper import placements
 from benchmarks.results_page.controls import FILES, TASKS
 from keyhole.cli import build_parser
 from keyhole.models.loading import load
@@ -30,6 +31,18 @@ def test_equal_and_tuned_terms_have_three_lengths_and_budgets_and_every_method()
         assert set(asked["--policies"].split(",")) == set(available_policies()) - {"full"}
         assert any(len(lengths) == 3 for lengths in part.places.values())
     assert claims.SAMPLES >= 100
+
+
+def test_a_second_selection_layer_serves_those_behind_it() -> None:
+    found = placements.run(load("tiny-hops", "cpu"), "walk2", 384, 1, 8)
+    assert set(found["placed"]) == {"shift", "mass", "error"}
+    assert set(found["placed"].values()) <= set(claims.SELECTION_LAYERS)
+    served = [(1, 2), (1, 3), (4, 5), (4, 6), (4, 7)]
+    for name, kept in (("mass", "recall"), ("error", "error")):
+        mean = sum(found[kept][chooser][layer] for chooser, layer in served) / len(served)
+        assert found["costs"]["4"][name] == pytest.approx(mean, abs=1e-4)
+    shifts = found["shift"][2:]
+    assert found["placed"]["shift"] == 2 + shifts.index(max(shifts))
 
 
 @pytest.mark.slow

@@ -150,9 +150,22 @@ def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
     text = (benchmarks.ROOT / "docs" / document_page.PAGE).read_text()
     assert document_page.inserted(text, document_page.render(lines)) == text
-    equal = document_equal.stored(samkv.EQUAL_OUTPUT)
-    begin, end = document_equal.BEGIN, document_equal.END
-    assert document_page.between(text, begin, end, document_equal.render(equal)) == text
+    for output, comments in (
+        (samkv.EQUAL_OUTPUT, document_equal.TINY),
+        (samkv.HOPS_OUTPUT, document_equal.HOPS),
+    ):
+        tables = document_equal.render(document_equal.stored(output))
+        assert document_page.between(text, *comments, tables) == text
+
+
+def test_another_model_is_measured_at_equal_budgets_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines would be taken for those of the bundled model."""
+    monkeypatch.setattr("sys.argv", ["samkv", "--model", "tiny-hops"])
+    with pytest.raises(SystemExit):
+        samkv.main()
+    assert "add --equal" in capsys.readouterr().err
 
 
 @pytest.mark.slow

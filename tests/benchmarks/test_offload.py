@@ -248,6 +248,11 @@ def test_documents_show_a_line(
     assert "| `quest` | everything copied | " in page
     assert "6 layers under `spe_context`, 3 layers under `delta`" in page
     offload_page.curve(stored, tmp_path / "images" / offload_page.PICTURE)
+    hops = stored | {"model": "keyhole-hops"}
+    both = speed_pages.page([], [], [hops, stored])
+    assert "## Offloaded layers of `keyhole-hops`" in both
+    assert "images/offload-keyhole-hops.png" in both
+    assert both.count("images/offload.png") == 1
     picture = (tmp_path / "images" / offload_page.PICTURE).read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert stored["date"].encode() in picture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.results_page import controls as results_controls
-from benchmarks.results_page import controls_pictures, one_layer, variations
+from benchmarks.results_page import controls_pictures, hops_figures, one_layer, variations
 
 Line = dict[str, Any]
 DENSE = [0, 1]
@@ -170,3 +170,72 @@ def test_a_layer_that_looks_something_up_is_a_column_with_wrong_answers() -> Non
     assert table[0] == ["model", "task", "0", "1", "2"]
     assert table[2] == ["`tiny`", "`tiny_derive`", "0", "100", "25"]
     assert one_layer.section([line("full", 20, None)]) == []
+
+
+def test_lengths_of_answers_are_counted_beside_those_of_full_attention() -> None:
+    place = {"task": "tiny_derive", "length": 4096}
+    full = line("full", 20, None) | place
+    longer = [length + (n < 5) - (n > 18) for n, length in enumerate(full["answer_lengths"])]
+    delta = line("delta", 15, 512, answer_lengths=longer) | place
+    recent = control("recent", "streaming_llm", 0, 512) | place
+    other = line("quest", 20, 256, answer_lengths=longer) | place
+    parts = hops_figures.sections({"hops-equal": [full, recent, delta, other]}, {})
+    text = "\n".join(parts)
+    assert "| `delta` | 75 (53 to 89) | 25 (11 to 47) | 5 (1 to 24) | 148 |" in text
+    assert "| *recent* | 0 (0 to 16) | 0 (0 to 16) | 0 (0 to 16) | 148 |" in text
+    assert "quest" not in text
+
+
+def test_a_placement_stands_beside_its_controls_and_its_calibration() -> None:
+    delta = lines(recent=2, method=15)
+    delta[-1] |= {"policy": "delta", "settings": {"delta_layers": [1, 3]}}
+    calibration = line("x", 1) | {
+        "task": "tiny_walk2",
+        "items": 3,
+        "token_budget": 128,
+        "shift": [0.0, 0.5, 0.1, 0.25, 0.2],
+        "recall": [[0.5] * 4 + [0.9]] * 5,
+        "error": [[0.1, 0.1, 0.9, 0.1, 0.9]] * 5,
+        "costs": {"2": {"mass": 0.5, "error": 0.25}, "3": {"mass": 0.75, "error": 0.5}},
+        "placed": {"shift": 3, "mass": 3, "error": 2},
+    }
+    found = {"hops-placements": delta, "hops-calibration": [calibration]}
+    text = "\n".join(hops_figures.sections(found, {}))
+    assert "| 3 | 75 (53 to 89) | 10 | 0 | 100 | +65.0 (" in text
+    assert "| texts | criterion | 2 | 3 | two layers |" in text
+    assert "| `tiny_walk2` | shift (the paper's) | 0.100 | **0.250** | 3, 4 |" in text
+    # Two of three layers read everything; the one that is left should keep most, or err least.
+    assert "| `tiny_walk2` | attention kept, % | 50 | **75** | 2, 3 |" in text
+    assert "| `tiny_walk2` | error, % | **25** | 50 | 2, 4 |" in text
+
+
+def test_a_list_is_judged_by_what_it_keeps_and_by_what_repeats() -> None:
+    """Of 64 tokens 16 + 16 are always read; the window repeats but for one of them."""
+    steps = [(0.75 * 64) / 64, *[0.5] * 63]
+    losses = {
+        who: {"mass": [[1.0, mass], [1.0, mass]]}
+        for who, mass in (("method", 0.6), ("recent", 0.4), ("random", 0.1), ("oracle", 0.8))
+    }
+    about = {"measured": "loss", "weights": "trained", "layers": [0, 1], "dense_layers": [0]}
+    settings = {"per_head": True, "sink_size": 16, "window_size": 16}
+    loss = line("spe_context", 1, 64, settings=settings) | about
+    loss |= {"losses": losses, "repeats": [steps, steps]}
+    top = {"by_steps": [steps, steps], "newest": [0.25, 0.25], "chance": 0.125}
+    overlap = line("overlap", 1, 64) | about
+    overlap |= {"measured": "overlap", "lists": {"head_tokens": top}}
+    text = "\n".join(hops_figures.sections({"hops-attention": [loss, overlap]}, {}))
+    assert "| 64 | 60.0 ± 0.0 | – | 40.0 ± 0.0 | 10.0 ± 0.0 | 80.0 ± 0.0 |" in text
+    # 48 of 64 repeat, 31 of them by themselves, so that of the other 33 17 do.
+    assert "| 64 | a list per KV head | 75 | 50 | 50 | 50 | 50 | 51.5 | – |" in text
+    assert "| 64 | oracle lists, 25 newest | 75 | 50 | 50 | 50 | – | – | 12.5 |" in text
+
+
+def test_both_forms_of_lists_are_compared_where_both_were_measured() -> None:
+    forms = [
+        line("spe_context", right, 64, settings={"per_head": per_head}) | {"length": length}
+        for per_head, right, length in ((True, 18, 512), (False, 9, 512), (True, 20, 1024))
+    ]
+    parts = hops_figures.sections({"hops-lists": [line("full", 20, None), *forms]}, {})
+    text = "\n".join(parts)
+    assert "| 64 | 90 (70 to 97) | 45 (26 to 66) | +45.0 (" in text
+    assert "1,024" not in text

@@ -18,7 +18,7 @@ from keyhole.eval.tiny_language.documents import (
     exact_match,
     make,
 )
-from keyhole.eval.tiny_language.world import BOS, WORD_IDS
+from keyhole.eval.tiny_language.world import BOS, NAMES, WORD_IDS
 
 SIZES = [(2, 320), (4, 512), (3, 1023), (16, 512)]
 
@@ -70,10 +70,40 @@ def test_the_needed_sentences_stand_where_they_are_said_to(kind: str, where: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_about_a_subject_stands_together(kind: str) -> None:
+    """Each name has one run of facts, or two where a needed paragraph stands between them, and a
+    needed sentence is one of four about its name.
+    """
+    for seed in range(20):
+        item = make(kind, num_documents=3, words=400, seed=seed, where="middle", subjects=True)
+        assert item.documents != make(kind, num_documents=3, words=400, seed=seed).documents
+        for number, document in enumerate(item.documents):
+            needed = [one.text.split()[:-1] for one in item.needed if one.document == number]
+            said = [part.split() for part in f"{document.partition(' : ')[2]} ".split(". ") if part]
+            names = [subject(sentence) for sentence in said]
+            runs = [name for n, name in enumerate(names) if name and names[n - 1 : n] != [name]]
+            assert len(runs) <= len({*runs}) + len(needed) + 1
+            for sentence in needed:
+                place = said.index(sentence)
+                about = subject(sentence)
+                around = names[max(0, place - 3) : place + 4]
+                assert around.count(about) == 4
+                verbs = [words for words, name in zip(said, names, strict=True) if name == about]
+                assert len({tuple(words[:-1]) for words in verbs}) == 4, "four different facts"
+
+
+def subject(sentence: list[str]) -> str | None:
+    """The name that a sentence is about; None for filler."""
+    if sentence[0] == "both":
+        return sentence[1]
+    return sentence[0] if sentence[0] in NAMES else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_follows_from_the_sentences_alone(kind: str) -> None:
     """A reader that knows only what the words mean finds the answer, and no other."""
-    for seed in range(50):
-        item = make(kind, num_documents=4, words=512, seed=seed)
+    for seed in range(100):
+        item = make(kind, num_documents=4, words=512, seed=seed, subjects=seed % 2 == 1)
         facts: dict[tuple[str, str], list[str]] = {}
         pointing: dict[tuple[str, str], str] = {}
         for sentence in sentences(item):

@@ -13,7 +13,7 @@ They should also keep apart where the needed sentences are: at the `ends` of the
 SamKV always keeps and recomputes; in the `middle`, where they have to be found; or `anywhere`.
 
 A word is a token, and facts are scattered: unlike in real texts, parts of a document have no topics
-of their own.
+of their own. With `subjects` they do: what a document says about a name stands together.
 """
 
 from __future__ import annotations
@@ -75,13 +75,20 @@ class DocumentItem:
 
 
 def make(
-    kind: str, *, num_documents: int, words: int, seed: int, where: str = "anywhere"
+    kind: str,
+    *,
+    num_documents: int,
+    words: int,
+    seed: int,
+    where: str = "anywhere",
+    subjects: bool = False,
 ) -> DocumentItem:
     """Item number `seed` of a kind: `num_documents` documents of `words` words each.
 
-    where: position of the needed sentences in their documents. The same arguments give the same
-    item. Raises UnknownNameError for an unknown kind or position, and ConfigError for fewer than 2
-    documents or fewer than 320 words.
+    where: position of the needed sentences in their documents. subjects: the facts about a name
+    follow each other, four to a paragraph, and a needed sentence stands among three others about
+    its name. The same arguments give the same item. Raises UnknownNameError for an unknown kind or
+    position, and ConfigError for fewer than 2 documents or fewer than 320 words.
     """
     for what, value, known in (("kind of question", kind, KINDS), ("place", where, WHERE)):
         if value not in known:
@@ -90,26 +97,29 @@ def make(
         raise ConfigError(f"num_documents is {num_documents}; these questions need at least 2")
     if words < MIN_WORDS:
         raise ConfigError(f"words is {words}; a document needs at least {MIN_WORDS}")
-    name = f"{kind}-{where}-{num_documents}x{words}-{seed}"
+    name = f"{kind}-{where}-{num_documents}x{words}-{seed}{'-subjects' if subjects else ''}"
     rng = Random(f"documents/{name}")
     names = rng.sample(NAMES, len(NAMES))
     asked, answer, sentences = _ask(kind, rng, names.pop(), names.pop())
     chosen = rng.sample(range(num_documents), len(sentences))
     if kind == "needs_each_other":  # what is pointed to has been read before
         chosen.sort()
-    needed = tuple(
-        Passage(
-            document=document,
-            word=_place(where, rng, len(sentence), words),
-            text=" ".join(sentence),
-        )
-        for document, sentence in zip(chosen, sentences, strict=True)
-    )
+    needed, written = [], []
+    for document, sentence in zip(chosen, sentences, strict=True):
+        before, after = _around(rng, sentence, names) if subjects else ([], [])
+        paragraph = [*before, *sentence, *after]
+        word = _place(where, rng, len(paragraph), words)
+        written.append(Passage(document=document, word=word, text=" ".join(paragraph)))
+        text = " ".join(sentence)
+        needed.append(Passage(document=document, word=word + len(before), text=text))
     facts = _facts(rng, names)
+    if subjects:
+        order = {known: place for place, known in enumerate(names)}
+        facts.sort(key=lambda fact: order[fact[0]])
     texts = []
     for number in range(num_documents):
-        own = [passage for passage in needed if passage.document == number]
-        texts.append(" ".join(_write(rng, number + 1, words, own, facts)))
+        own = [passage for passage in written if passage.document == number]
+        texts.append(" ".join(_write(rng, number + 1, words, own, facts, subjects)))
     return DocumentItem(
         kind=kind,
         where=where,
@@ -117,7 +127,7 @@ def make(
         documents=tuple(texts),
         question=" ".join(framed(asked)),
         answer=" ".join([*(word for fact in answer for word in (*fact, ".")), "done"]),
-        needed=needed,
+        needed=tuple(needed),
     )
 
 
@@ -142,6 +152,22 @@ def _ask(
     return [first, verb, "?"], [(first, verb, value)], [stated, pointing]
 
 
+def _around(
+    rng: Random, sentence: tuple[str, ...], names: list[str]
+) -> tuple[list[str], list[str]]:
+    """Words of the other facts about a sentence's name, before and after it: three sentences."""
+    name, verb = (sentence[1], sentence[3]) if sentence[0] == "both" else sentence[:2]
+    others = [(name, own, rng.choice(values)) for own, values in _VALUES.items() if own != verb]
+    if verb != "serves":
+        others.append((name, "serves", rng.choice(names)))
+    rng.shuffle(others)
+    cut = rng.randrange(len(others) + 1)
+    texts = [
+        [word for fact in part for word in (*fact, ".")] for part in (others[:cut], others[cut:])
+    ]
+    return texts[0], texts[1]
+
+
 def _place(where: str, rng: Random, size: int, words: int) -> int:
     """The first word of a sentence of `size` words, chosen so that whole sentences fit before and
     after it.
@@ -163,26 +189,29 @@ def _facts(rng: Random, names: list[str]) -> _Facts:
     return facts
 
 
-def _write(rng: Random, number: int, words: int, needed: list[Passage], facts: _Facts) -> list[str]:
-    """A document of exactly `words` words, with its needed sentences at their positions.
+def _write(
+    rng: Random, number: int, words: int, passages: list[Passage], facts: _Facts, subjects: bool
+) -> list[str]:
+    """A document of exactly `words` words, with these passages at their positions.
 
     Other facts are taken from the end of `facts`.
     """
     text = ["document", str(number), ":"]
-    for passage in needed:
-        _fill(rng, text, passage.word, facts)
+    for passage in passages:
+        _fill(rng, text, passage.word, facts, subjects)
         text += passage.text.split()
-    _fill(rng, text, words, facts)
+    _fill(rng, text, words, facts, subjects)
     return text
 
 
-def _fill(rng: Random, text: list[str], until: int, facts: _Facts) -> None:
+def _fill(rng: Random, text: list[str], until: int, facts: _Facts, subjects: bool) -> None:
     """Adds facts and filler up to the word `until`; the shortest sentence is a word and a
-    period.
+    period. subjects: no filler before the next fact about the same name.
     """
     while room := until - len(text):
         sizes = [size for size in range(2, 9) if size == room or size < room - 1]
-        if facts and 4 in sizes and rng.random() < _SENTENCES:
+        goes_on = subjects and len(text) > 4 and bool(facts) and text[-4] == facts[-1][0]
+        if facts and 4 in sizes and (goes_on or rng.random() < _SENTENCES):
             text += [*facts.pop(), "."]
         else:
             size = rng.choice([size for size in sizes if size >= 4] or sizes)
