@@ -138,6 +138,8 @@ def test_layers_that_share_a_selection_read_its_tokens_at_their_own_places(
         row[0, : len(entries)] = torch.tensor(sorted(entries))
     selection = Selection(indices, torch.tensor([[len(x)] for x in chosen]).int(), unit)
     shared = view.at_positions(1, selection)
+    for count, [tokens] in zip(shared.counts[:, 0].tolist(), shared.indices.tolist(), strict=True):
+        assert count == len(tokens) - tokens.count(-1)
     for layer in range(LAYERS):
         for entries, there, [places] in zip(
             chosen, positions, _lists(view.within(layer, shared)), strict=True

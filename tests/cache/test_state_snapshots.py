@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
+from keyhole.cache.recurrent_state import LayerState, RecurrentState, StateSnapshots
 
 PAGE = 4
 TOKENS = list(range(20))
@@ -77,3 +78,19 @@ def test_a_state_that_is_kept_already_is_not_replaced() -> None:
     snapshots.save(TOKENS, PAGE, b"", 0)
     snapshots.load(TOKENS, PAGE, b"", 1)
     assert values(state, 1) == {1.0}
+
+
+@pytest.mark.parametrize("kernel_size", [4, None])
+def test_inputs_of_a_convolution_are_padded_up_to_its_width(kernel_size: int | None) -> None:
+    """Zeros stand before a prompt that is shorter than the convolution, and before no other."""
+    state = LayerState({})
+    prompt = torch.arange(1.0, 13).view(1, 2, 6)
+    assert torch.equal(state.update_conv_state(prompt, 0, conv_kernel_size=kernel_size), prompt)
+    width = kernel_size or 6
+    kept = state.get_conv_state(0)
+    assert kept is not None
+    assert torch.equal(kept, prompt[..., -width:])
+    following = state.update_conv_state(prompt[..., :1], 0)
+    assert torch.equal(following, torch.cat([prompt[..., -width:], prompt[..., :1]], -1))
+    short = LayerState({}).update_conv_state(prompt[..., :1], 0, conv_kernel_size=3)
+    assert short[0].tolist() == [[0, 0, 1], [0, 0, 7]]

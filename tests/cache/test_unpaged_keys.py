@@ -63,3 +63,12 @@ def test_its_memory_is_taken_from_that_of_pages() -> None:
         one.release()
     assert pages.reserved == 0
     assert pages.available == 4
+
+
+def test_the_keys_of_all_heads_count() -> None:
+    """Two heads: a key has 16 bytes, four are as large as a page."""
+    pages = cache(6)
+    keys = UnpagedKeys(pages, 2, 2)
+    held = keys.hold(np.arange(9), 9)
+    assert held is not None
+    assert pages.reserved == 3

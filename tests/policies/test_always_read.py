@@ -68,6 +68,15 @@ def test_a_wrong_sink_or_too_large_ones_are_refused(
 
 
 @pytest.mark.parametrize("name", ["quest", *TOKENS])
+def test_only_pages_are_said_to_be_whole(name: str) -> None:
+    right = "at least 17: sink_size 9 and window_size 8"
+    if name == "quest":
+        right = f"at least 20: sink_size 9 and window_size 8 in whole pages of {PAGE}"
+    with pytest.raises(ConfigError, match=f"token_budget 16 must be {right}$"):
+        made(name, 9, 8, token_budget=16).resolve(shape(28, PAGE))
+
+
+@pytest.mark.parametrize("name", ["quest", *TOKENS])
 @pytest.mark.parametrize("window", [0, -1, "x", 2.5, True])
 def test_a_wrong_window_is_refused(name: str, window: Any) -> None:
     right = "at least 1" if type(window) is int else "a whole number"

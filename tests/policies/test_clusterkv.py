@@ -342,5 +342,6 @@ def test_as_published_reads_generated_tokens_outside_the_budget() -> None:
     assert (policy.sink_size, policy.cluster_size, policy.full_layers) == (16, 80, (0, 1))
     assert (policy.share_group, policy.outside_budget()) == (False, "all generated tokens")
     assert dataclasses.replace(policy, generated="counted").outside_budget() == ""
+    assert ClusterKV.as_published(shape(4), 16).sink_size == 15  # one token is left to select
     with pytest.raises(ConfigError, match="offload= needs share_group=True"):
         policy.offloadable(shape(4))
