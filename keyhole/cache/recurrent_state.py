@@ -189,6 +189,27 @@ class RecurrentStep:
     _new: list[tuple[int, Tensor, States]] = field(default_factory=list)
     _proposed: list[tuple[int, DecodedTokens, States]] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        state: RecurrentState,
+        decoding: Sequence[tuple[int, int]],
+        prompts: Sequence[tuple[int, int, bool]],
+        device: torch.device,
+    ) -> RecurrentStep:
+        """A step of sequences in the order of the packed row.
+
+        decoding: of each decoding sequence its slot and number of rows. prompts: of each prompt the
+        slot, the number of tokens, and whether they are the first of it.
+        """
+        slots, counts = np.asarray(decoding, np.int64).reshape(-1, 2).T
+        sent = torch.tensor([slot for slot, *_ in prompts], dtype=torch.int64, device=device)
+        row, chunks = int(counts.sum()), []
+        for i, (_, count, begins) in enumerate(prompts):
+            chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
+            row += count
+        return cls(state, decoded_tokens(slots, counts, device), chunks)
+
     def run(
         self, layer: int, hidden: Tensor, call: LayerCall, continues: bool = True
     ) -> tuple[Tensor, ...]:

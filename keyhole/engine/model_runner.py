@@ -13,12 +13,7 @@ from torch import Tensor
 from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
-from keyhole.cache.recurrent_state import (
-    RecurrentChunk,
-    RecurrentState,
-    RecurrentStep,
-    decoded_tokens,
-)
+from keyhole.cache.recurrent_state import RecurrentState, RecurrentStep
 from keyhole.engine.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
 from keyhole.engine.decode_inputs import (
     DecodeInputs,
@@ -389,16 +384,9 @@ class Runner:
         """The recurrent states of the step's sequences, in the order of the packed row."""
         if self._recurrent is None:
             return None
-        slots = np.asarray([s.slot for s in plan.decodes], np.int64)
-        counts = np.asarray([1 + len(plan.drafts.get(s, ())) for s in plan.decodes], np.int64)
-        sent = self._send(np.asarray([s.slot for s, _ in plan.chunks], np.int64))
-        row, chunks = int(counts.sum()), []
-        for i, (sequence, count) in enumerate(plan.chunks):
-            begins = sequence.num_computed == 0
-            chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
-            row += count
-        decoded = decoded_tokens(slots, counts, self._model.device)
-        return RecurrentStep(self._recurrent, decoded, chunks)
+        decoding = [(s.slot, 1 + len(plan.drafts.get(s, ()))) for s in plan.decodes]
+        prompts = [(s.slot, count, s.num_computed == 0) for s, count in plan.chunks]
+        return RecurrentStep.of(self._recurrent, decoding, prompts, self._model.device)
 
     def _scattered(
         self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor

@@ -23,7 +23,7 @@ __all__ = ["model"]
 
 BUDGET, SINKS, WINDOW = 24, 2, 5
 #: The second one begins within the budget; the last one comes later, over a cached prefix.
-COMING = ((0, prompt(70), 24), (0, prompt(18), 20), (5, prompt(70) + prompt(30, 1), 16))
+COMING = ((0, prompt(70), 18), (0, prompt(18), 14), (5, prompt(70) + prompt(30, 1), 12))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +69,16 @@ def preferred(weights: torch.Tensor, lists: int) -> list[list[int]]:
     return [best(row, BUDGET, first=SINKS, last=WINDOW) for row in largest.tolist()]
 
 
-@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize(
+    ("per_head", "coming"),
+    [
+        (True, ((0, prompt(40), 9), (0, prompt(18), 5))),
+        pytest.param(True, COMING, marks=pytest.mark.slow),
+        pytest.param(False, COMING, marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_tokens_are_those_without_speculation_under_the_same_choice_rule(
-    model: Model, per_head: bool
+    model: Model, per_head: bool, coming: Any
 ) -> None:
     """Each token of a ragged batch reads what the draft's query for it prefers, none else.
 
@@ -86,13 +93,13 @@ def test_greedy_tokens_are_those_without_speculation_under_the_same_choice_rule(
         per_head=per_head,
         full_layers=(1,),
     )
-    guess = served(drafted(model, policy), COMING)  # some texts, so that some tokens are right
+    guess = served(drafted(model, policy), coming)  # some texts, so that some tokens are right
     recording = Rows(inner=policy)
     engine = drafted(model, recording, prefill_chunk=24)
     checks = checks_of(replaying(engine, guess, error=0.1))
-    found = served(engine, COMING)
+    found = served(engine, coming)
     assert_drafted(found)
-    assert found[2].num_cached >= 64
+    assert found[-1].num_cached >= 64 or coming is not COMING
     network, layers = network_of(model).double(), model.geometry(4).num_layers
     draft = PlainDraft(model.draft, network)  # type: ignore[arg-type]
     narrow = 0
@@ -127,8 +134,8 @@ def test_greedy_tokens_are_those_without_speculation_under_the_same_choice_rule(
         logits = sparse.logits(sequence.tokens[:-1], start)[start - 1 :]
         assert logits.argmax(-1).tolist() == sequence.generated
         assert (torch.stack(sequence.logits) - logits).abs().max() <= 1e-4
-    assert narrow > 100
-    dense = served(make_engine(model, Full()), COMING)
+    assert narrow > (100 if coming is COMING else 20)
+    dense = served(make_engine(model, Full()), coming)
     assert dense[0].tokens != found[0].tokens
 
 

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import LLM, Delta, Full, Policy, Quest
-from keyhole.cache.recurrent_state import (
-    LayerState,
-    RecurrentState,
-    RecurrentStep,
-    decoded_tokens,
-)
+from keyhole.cache.recurrent_state import LayerState, RecurrentState, RecurrentStep
 from keyhole.models.loading import load
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.effort import examples
@@ -30,7 +25,7 @@ from tests.retrieval.drafts import make_draft
 
 __all__ = ["hybrid"]
 
-#: Ragged prompts of several chunks beside decoding requests; the last one begins after a kept state.
+#: Ragged prompts of several chunks beside decoding requests; the last begins after a kept state.
 COMING = ((0, prompt(3), 18), (0, prompt(33), 15), (5, prompt(21), 1), (7, prompt(40), 12))
 SETTINGS = {"prefill_chunk": 24, "max_batch": 4}
 
@@ -65,7 +60,7 @@ def test_a_draft_model_proposes(tmp_path: Path) -> None:
         draft_vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         target_hidden_size=config.hidden_size,
-        eagle_aux_hidden_state_layer_ids=[0, 1, 1],
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
         max_position_embeddings=1024,
     ).rename(tmp_path / "model" / DRAFT_FOLDER)
     model = load(tmp_path / "model", "cpu")
@@ -84,7 +79,7 @@ def test_a_step_that_fails_halfway_advances_no_layer(
     coming = ((0, prompt(9), 14), (0, prompt(20), 12))
     wanted = served(make_engine(network_of(family), Full()), coming)
     engine = knowing(drafted(network_of(family), Full()), wanted)
-    last = type(engine.model.network.get_output_embeddings())
+    last = engine.model.network.get_output_embeddings()
     forward, calls = last.forward, 0
 
     def failing(*args: Any) -> Any:
@@ -134,8 +129,8 @@ def test_each_row_goes_on_from_the_row_before_it(rows: list[tuple[int, int]], la
     for layer in range(layers):
         started = {("recurrent", 0): torch.arange(1, len(rows) + 1)[:, None]}
         state.write(layer, torch.tensor(slots), started)
-    tokens = decoded_tokens(np.asarray(slots), np.asarray(counts), torch.device("cpu"))
-    step = RecurrentStep(state, tokens, [])
+    decoding = list(zip(slots, counts, strict=True))
+    step = RecurrentStep.of(state, decoding, [], torch.device("cpu"))
     digits = torch.arange(sum(counts)) % 10
     wanted, spelt = [], []
     for number, count in enumerate(counts, 1):
