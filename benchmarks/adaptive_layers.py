@@ -13,7 +13,6 @@ benchmarks/results/adaptive-layers.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
@@ -23,12 +22,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from keyhole import LLM, SamplingParams, SpeContext
-from keyhole.bench import measure
 from keyhole.engine.sequence import Sequence
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.tiny_language.tasks import make
@@ -42,15 +40,13 @@ _PARTS = 4
 
 def main() -> None:
     """Runs both engines, prints and stores the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--words", type=int, default=2048, help="of each sequence, answer included")
     parser.add_argument("--texts", type=int, default=4, help="decoded together")
     parser.add_argument("--budget", type=int, default=256, help="tokens that a step may read")
     parser.add_argument("--share", type=float, default=0.5, help="share of all layers' memory")
-    parser.add_argument("--note", default="")
     arguments = parser.parse_args()
-    line = measure.header("adaptive-layers", torch.device("cpu"), arguments.note)
-    line["command"] = "python -m benchmarks.adaptive_layers"
+    line = command.header("adaptive-layers", "benchmarks.adaptive_layers", arguments.note)
     found = run(
         load(keyhole.tiny(), "cpu"),
         arguments.words,

@@ -4,10 +4,15 @@ targets.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from keyhole.bench import measure
 from keyhole.bench.measure import Report
 from keyhole.cli import bench
 from keyhole.cli.common import flags, terminal
@@ -29,6 +34,25 @@ class RatioTarget:
         met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
         wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
         return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
+
+
+def parser(about: str | None, output: Path | None = None) -> argparse.ArgumentParser:
+    """A parser with --note, and with --output if `output` is its default; about: a docstring."""
+    made = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    made.add_argument("--note", default="", help="what a reader should know of this run")
+    if output is not None:
+        made.add_argument("--output", type=Path, default=output, help="file of JSON lines")
+    return made
+
+
+def header(
+    benchmark: str, module: str, note: str, device: torch.device | None = None
+) -> dict[str, Any]:
+    """`measure.header` of `python -m MODULE`, which takes its flags from this process; by default
+    on the CPU.
+    """
+    device = torch.device("cpu") if device is None else device
+    return measure.header(benchmark, device, note, ("python", "-m", module))
 
 
 def main(

@@ -18,24 +18,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import benchmarks
 import keyhole
-from benchmarks import results_page
+from benchmarks import command, results_page
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import first_error
 from benchmarks.results_page.cells import ASKED, BUDGETS
-from keyhole.bench import measure
 from keyhole.config import EngineConfig
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.line_file import Line, LineFile
@@ -187,7 +184,7 @@ def _methods(part: GridPart, length: int) -> Iterator[Method]:
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__, OUTPUT)
     numbers = range(1, len(PARTS) + 1)
     parser.add_argument("--parts", nargs="+", type=int, default=numbers, choices=numbers)
     parser.add_argument("--tasks", nargs="+", default=ASKED, choices=ASKED)
@@ -201,8 +198,6 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="only print the plan")
     parser.add_argument("--errors", action="store_true", help="only examine wrong answers")
     parser.add_argument("--render", action="store_true", help="only write the page")
-    parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
     file = LineFile(arguments.output)
     if arguments.dry_run:
@@ -242,8 +237,7 @@ class RunHeader:
 
     def __call__(self) -> dict[str, Any]:
         """The fields."""
-        line = measure.header("evaluation", torch.device("cpu"), self._note)
-        line["command"] = shlex.join(["python", "-m", "benchmarks.evaluation", *sys.argv[1:]])
+        line = command.header("evaluation", "benchmarks.evaluation", self._note)
         now = time.process_time()
         line["cpu_seconds"], self._begin = round(now - self._begin, 1), now
         return line

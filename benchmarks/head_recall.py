@@ -17,13 +17,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
-import sys
 from random import Random
 
 import benchmarks
+from benchmarks import command
 from benchmarks.results_page import head_table
-from keyhole.bench import measure
 from keyhole.eval import verify
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.tiny_language.world import BOS, EOS, WORD_IDS
@@ -56,11 +54,10 @@ def text(task: str, length: int, seed: int) -> RecallText:
 
 def main() -> None:
     """Reads the command line, measures and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--model", default="tiny", choices=OUTPUTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
-    parser.add_argument("--note", default="")
     parser.add_argument("--render", action="store_true", help="only write tables and figure")
     arguments = parser.parse_args()
     output = OUTPUTS[arguments.model]
@@ -85,8 +82,7 @@ def line(arguments: argparse.Namespace) -> dict[str, object]:
         for n in lengths
     }
     cells = verify.measure_recall(model, heads, texts, BUDGETS)
-    header = measure.header("head-recall", model.device, arguments.note)
-    header["command"] = shlex.join(["python", "-m", "benchmarks.head_recall", *sys.argv[1:]])
+    header = command.header("head-recall", "benchmarks.head_recall", arguments.note, model.device)
     settings = {"model": model.name, "budgets": BUDGETS, "lengths": lengths, "tasks": TASKS}
     settings |= {"rows": MOST_ROWS, "items": ITEMS, "most_items": MOST_ITEMS}
     configs = {name: dataclasses.asdict(head.config) for name, head in heads.items()}

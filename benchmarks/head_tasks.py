@@ -10,19 +10,15 @@ the last line. Seeds are those of evaluations: they count from 0.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
-import sys
 
-import torch
 from tqdm import tqdm
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from benchmarks.results_page import head_table
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
 from keyhole.eval.tiny_language.tasks import Item, is_correct, make
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -36,15 +32,13 @@ OUTPUT = benchmarks.results() / "head-tasks.jsonl"
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("heads", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--items", type=int, default=64)
-    parser.add_argument("--note", default="")
     parser.add_argument("--render", action="store_true", help="only write the table")
     arguments = parser.parse_args()
     if not arguments.render:
-        line = measure.header("head_tasks", torch.device("cpu"), arguments.note)
-        line["command"] = shlex.join(["python", "-m", "benchmarks.head_tasks", *sys.argv[1:]])
+        line = command.header("head_tasks", "benchmarks.head_tasks", arguments.note)
         heads = dict(name.split("=", 1) for name in arguments.heads)
         line["results"] = count(heads, arguments.items)
         benchmarks.append(OUTPUT, line)

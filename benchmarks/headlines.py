@@ -11,14 +11,13 @@ all settings are measured.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import benchmarks
+from benchmarks import command
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import measure, model
@@ -27,11 +26,10 @@ from keyhole.cli.common import flags, terminal
 
 def main() -> None:
     """Measures, prints and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(HEADLINES))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
     parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is stored")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     arguments = parser.parse_args()
     flags.quiet()
@@ -48,8 +46,7 @@ def main() -> None:
 def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{name}: {HEADLINES[name].about if name in HEADLINES else 'unknown'}", flush=True)
     device = measure.device(arguments.device)
-    line = measure.header("headline", device, arguments.note)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.headlines", *sys.argv[1:]])
+    line = command.header("headline", "benchmarks.headlines", arguments.note, device)
     begin = time.monotonic()
     line |= setting.measured(name, str(device), _report, small=arguments.small)
     line["seconds"] = round(time.monotonic() - begin)

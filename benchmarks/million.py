@@ -50,6 +50,7 @@ from tqdm.auto import tqdm
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from keyhole.bench import measure
 from keyhole.bench.model import make_weights, release_memory
 from keyhole.bench.settings import PAGE_SIZE, SHAPES, DecodeSettings, require_known, specs
@@ -120,23 +121,20 @@ class MillionSettings:
 
 def main() -> int:
     """Measures what is not stored yet, in a process for each shape and length."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.parser(__doc__, OUTPUT)
     parser.add_argument("--shapes", default=",".join(TOTAL_MEMORY), help=f"{BUNDLED}, or a shape")
     parser.add_argument("--lengths", default=",".join(map(str, _LENGTHS)), help="tokens")
     parser.add_argument("--systems", default=_SYSTEMS, help="policies that select")
     parser.add_argument("--memory", help="total_memory of all shapes; default: see TOTAL_MEMORY")
     parser.add_argument("--repeat", type=int, default=16, help="timed steps at least")
     parser.add_argument("--folder", help="folder of offloaded layers; default: the temporary one")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines")
-    parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         _child([MillionSettings(**one) for one in json.loads(arguments.case)], arguments.folder)
         return 0
     cases = _missing(_cases(arguments), arguments.output)
-    header = measure.header("million", torch.device("cpu"), arguments.note)
-    header["command"] = shlex.join(["python", "-m", "benchmarks.million", *sys.argv[1:]])
+    header = command.header("million", "benchmarks.million", arguments.note)
     for case in tqdm(cases, desc="shapes and lengths", disable=None):
         for result in _run(case, arguments.folder):
             benchmarks.append(arguments.output, header | result)
@@ -178,19 +176,19 @@ def _missing(cases: list[list[MillionSettings]], output: Path) -> list[list[Mill
 
 def _run(case: list[MillionSettings], folder: str | None) -> Iterator[dict[str, Any]]:
     """The results of a case, as its process prints them."""
-    command = [sys.executable, "-m", "benchmarks.million"]
-    command += ["--case", json.dumps([asdict(one) for one in case])]
+    child = [sys.executable, "-m", "benchmarks.million"]
+    child += ["--case", json.dumps([asdict(one) for one in case])]
     if folder is not None:
-        command += ["--folder", folder]
+        child += ["--folder", folder]
     environment = os.environ | _ENVIRONMENT
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, cwd=benchmarks.ROOT
+        child, stdout=subprocess.PIPE, text=True, env=environment, cwd=benchmarks.ROOT
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             yield json.loads(line)
     if process.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with {process.returncode}")
+        raise SystemExit(f"{shlex.join(child)} ended with {process.returncode}")
 
 
 def _child(case: list[MillionSettings], folder: str | None) -> None:

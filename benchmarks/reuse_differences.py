@@ -13,11 +13,8 @@ variant, and median errors. Seeds count from 0.
 
 from __future__ import annotations
 
-import argparse
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import benchmarks
 import keyhole
-from keyhole.bench import measure
+from benchmarks import command
 from keyhole.eval.comparisons import gain, wilson
 from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
 from tests.reuse import oracle, plain, plain_methods, published
@@ -221,19 +218,17 @@ GROUPS: dict[str, tuple[str, dict[str, Variant]]] = {
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, default=100)
     parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS, metavar="GROUP")
-    parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(keyhole.tiny(), attn_implementation="eager")
     network = Network(model, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(keyhole.tiny())
     for group in arguments.groups:
-        name, device = "reuse-differences", torch.device("cpu")
-        line = measure.header(name, device, arguments.note)
-        command = ["python", "-m", "benchmarks.reuse_differences", *sys.argv[1:]]
-        line |= {"command": shlex.join(command), "group": group, "kind": GROUPS[group][0]}
+        name = "reuse-differences"
+        line = command.header(name, "benchmarks.reuse_differences", arguments.note)
+        line |= {"group": group, "kind": GROUPS[group][0]}
         line["results"] = count(network, tokenizer, group, arguments.items)
         benchmarks.append(benchmarks.results() / f"{name}.jsonl", line)
         print(report(line), flush=True)

@@ -21,25 +21,24 @@ in them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each q
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page
 from benchmarks.document_reuse.methods import ABLATION, EQUAL, METHODS, Variant
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
-from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make, token_f1
+from keyhole.eval.tiny_language.documents import DocumentItem, exact_match, make
 from keyhole.reuse import make_reuse
 
 #: Kind of question, and the position of the needed sentences in their documents.
@@ -64,7 +63,7 @@ _ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
     kinds = (*KINDS, *(kind for kind in EQUAL_KINDS if kind not in KINDS))
     parser.add_argument("--kinds", nargs="+", choices=kinds)
@@ -73,7 +72,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--ablation", action="store_true", help="also ablate SamKV")
     parser.add_argument("--again", action="store_true", help="measure stored cells again")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
@@ -139,9 +137,19 @@ def _line(
     kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The fields of a line that are known before the measurement."""
-    line = measure.header("samkv", torch.device("cpu"), arguments.note)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.samkv", *sys.argv[1:]])
+    line = command.header("samkv", "benchmarks.samkv", arguments.note)
     return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
+
+
+def token_f1(item: DocumentItem, generated: str) -> float:
+    """Harmonic mean of precision and recall of words.
+
+    As in SQuAD, words count as often as they occur; `done` and what follows it do not.
+    """
+    wrote = Counter(generated.partition("done")[0].split())
+    right = Counter(item.answer.partition("done")[0].split())
+    common = (wrote & right).total()
+    return 2 * common / (wrote.total() + right.total())
 
 
 def count(

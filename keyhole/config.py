@@ -197,6 +197,18 @@ def settle_types(settings: Any) -> None:
             object.__setattr__(settings, field.name, plain)
 
 
+class MethodSettings:
+    """A base of frozen settings whose types are checked, and whose repr shows what was changed."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # otherwise @dataclass generates a longer one
+            cls.__repr__ = short_repr  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        settle_types(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop.

@@ -111,10 +111,12 @@ class LLM:
         prefix_cache: Whether the start that prompts share is computed only once; a folder in which
             it survives a restart.
         prefix_store: That folder by itself, as settings files and the command line name it.
-        prefix_store_bytes: The most bytes that prefixes may take in that folder. graphs: Whether
-        decode steps on a GPU are repeated as CUDA graphs, where possible. max_length: Most tokens
-        of a sequence; by default the model's limit. draft: What proposes tokens that one step
-        checks together: "ngram" (what followed the newest
+        prefix_store_bytes: The most bytes that prefixes may take in that folder.
+        max_prefill_share: Of a step's prompt tokens, the most that one prompt takes while others
+            wait.
+        graphs: Whether decode steps on a GPU are repeated as CUDA graphs, where possible.
+        max_length: Most tokens of a sequence; by default the model's limit.
+        draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
             tokens where they occurred before), "eagle3" (the draft model next to the weights),
             "eagle3:FOLDER" (another one), or None. Results do not change, except under SpeContext
             with a draft model, which then chooses once for the tokens that a step checks.

@@ -40,7 +40,7 @@ METHODS = {
 }
 COMMON = {
     "policies": {"tests/policies/test_conformance.py", "tests/hf/test_sparse.py"},
-    "reuse": {"tests/reuse", "tests/engine/test_documents.py"},
+    "reuse": {"tests/reuse", "tests/engine/documents/test_documents.py"},
 }
 #: These are quick and look at every file.
 ALWAYS = "tests/structure"

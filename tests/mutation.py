@@ -95,11 +95,19 @@ def mutants(paths: Sequence[Path], seed: int) -> Iterator[Mutant]:
         name, number = chance.choice(kinds)
         source = path.read_text()
         changed = mutate_code(source, plugins.get_operator(name)(), number)
-        codes = changed and changed_function(*(compile(s, path, "exec") for s in (source, changed)))
+        codes = changed and changed_code(source, changed, path)
         if changed and codes:
             line = place[0][0]  # type: ignore[index]
             lines = (each.splitlines()[line - 1].strip() for each in (source, changed))
             yield Mutant(path, line, "  ->  ".join(lines), *codes)
+
+
+def changed_code(before: str, after: str, path: Path) -> tuple[CodeType, CodeType] | None:
+    """`changed_function` of two sources; None where the second is no Python: {**a} with a +a."""
+    try:
+        return changed_function(*(compile(s, path, "exec") for s in (before, after)))
+    except SyntaxError:
+        return None
 
 
 def changed_function(before: CodeType, after: CodeType) -> tuple[CodeType, CodeType] | None:

@@ -12,11 +12,7 @@ benchmarks/results/samkv-choice.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +21,8 @@ from torch import Tensor
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.bench import measure
 from keyhole.engine.documents.encoder import encode
 from keyhole.eval.tiny_language.documents import make
 
@@ -36,16 +32,11 @@ _WORDS, _BLOCK = 1536, 64
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__, OUTPUT)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
-    line = measure.header("samkv choice", torch.device("cpu"), arguments.note)
-    line["command"] = shlex.join(
-        ["python", "-m", "benchmarks.document_reuse.choice", *sys.argv[1:]]
-    )
+    line = command.header("samkv choice", "benchmarks.document_reuse.choice", arguments.note)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(keyhole.tiny(), device="cpu", prefix_cache=False, documents=folder)
         line |= {"documents": arguments.documents, "layers": _layers(llm, arguments.documents)}

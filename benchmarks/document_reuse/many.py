@@ -11,13 +11,9 @@ Adds a line to benchmarks/results/documents-many.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +21,9 @@ from tqdm import tqdm
 
 import benchmarks
 import keyhole
+from benchmarks import command
 from benchmarks.document_reuse.prompt_time import ratios
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
 from keyhole.reuse import available_reuse_methods
 
@@ -39,18 +35,13 @@ _SETTLE_S = 2.5
 
 def main() -> None:
     """Measures, prints and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__, benchmarks.results() / "documents-many.jsonl")
     sizes = ("2x512", "16x512", "100x128", "1000x16")
     parser.add_argument("--sizes", nargs="+", default=sizes, metavar="DOCUMENTSxTOKENS")
     parser.add_argument("--methods", nargs="+", default=tuple(available_reuse_methods()))
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--note", default="")
-    parser.add_argument(
-        "--output", type=Path, default=benchmarks.results() / "documents-many.jsonl"
-    )
     arguments = parser.parse_args()
-    line = measure.header("documents many", torch.device("cpu"), arguments.note)
-    line["command"] = shlex.join(["python", "-m", "benchmarks.document_reuse.many", *sys.argv[1:]])
+    line = command.header("documents many", "benchmarks.document_reuse.many", arguments.note)
     line["threads"] = torch.get_num_threads()
     line["sizes"] = []
     for size in arguments.sizes:

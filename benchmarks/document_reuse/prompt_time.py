@@ -10,14 +10,11 @@ benchmarks/results/documents.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import benchmarks
+from benchmarks import command
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
 from benchmarks.paper.kinds import DocumentSettings
@@ -27,7 +24,7 @@ from keyhole.bench.settings import SHAPES
 
 def main() -> None:
     """Measures, prints and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__, benchmarks.results() / "documents.jsonl")
     methods = (RECOMPUTE, "reuse", "cacheblend", "epic", "sam_kv")
     parser.add_argument("--methods", nargs="+", default=methods, metavar="METHOD")
     parser.add_argument("--shape", default="llama-100m", choices=SHAPES)
@@ -37,8 +34,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=benchmarks.results() / "documents.jsonl")
     arguments = parser.parse_args()
     settings = DocumentSettings(
         methods=(RECOMPUTE, *(name for name in arguments.methods if name != RECOMPUTE)),
@@ -51,9 +46,8 @@ def main() -> None:
         device=arguments.device,
     )
     device = measure.device(arguments.device)
-    line = measure.header("documents", device, arguments.note)
-    line["command"] = shlex.join(
-        ["python", "-m", "benchmarks.document_reuse.prompt_time", *sys.argv[1:]]
+    line = command.header(
+        "documents", "benchmarks.document_reuse.prompt_time", arguments.note, device
     )
     line |= documents.run(settings, lambda *_: None)
     line["by_recompute"] = ratios(line["results"])

@@ -18,21 +18,17 @@ Adds a line to benchmarks/results/shared-pages.jsonl; nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import shlex
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import benchmarks
+from benchmarks import command
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.bench import measure
 from keyhole.cache.packing import Packing
 from keyhole.engine.documents.page_keys import page_keys
 from keyhole.engine.documents.prompt import assemble
@@ -54,16 +50,11 @@ class Kept:
 
 def main() -> None:
     """Reads the command line, measures and stores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command.parser(__doc__, OUTPUT)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--share", type=float, help="as SamKV's setting; default: its P")
-    parser.add_argument("--note", default="")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
-    line = measure.header("shared pages", torch.device("cpu"), arguments.note)
-    line["command"] = shlex.join(
-        ["python", "-m", "benchmarks.document_reuse.shared_pages", *sys.argv[1:]]
-    )
+    line = command.header("shared pages", "benchmarks.document_reuse.shared_pages", arguments.note)
     line |= {"model": arguments.model, "share": arguments.share, "words": _WORDS}
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(arguments.model, device="cpu", prefix_cache=False, documents=folder)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 import benchmarks
+from benchmarks import command
 from keyhole import kernels
 from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
@@ -52,13 +51,7 @@ def main() -> None:
     results = []
     for context in contexts:
         results += measured(weights.keyhole, context, given.repeat, given.kv_dtypes.split(","))
-    line = {
-        "benchmark": "kv_dtype",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.kernels.kv_dtype " + " ".join(sys.argv[1:]),
-        "commit": measure.commit(),
-        "machine": measure.machine(device),
-        "versions": measure.versions(),
+    line = command.header("kv_dtype", "benchmarks.kernels.kv_dtype", "", device) | {
         "shape": given.shape,
         "read_bytes_per_s": measure.read_bandwidth(device),
         "results": results,

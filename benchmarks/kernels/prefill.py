@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import benchmarks
+from benchmarks import command
 from keyhole import LLM, SamplingParams, kernels, registry
-from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
 from keyhole.bench.model import make_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
@@ -69,16 +67,9 @@ def main() -> None:
         layer.self_attn.k_proj.weight.mul_(given.key_scale)
     prompt = runs_of_tokens(model, given.context, given.run_length)
     policies = [spec.text for spec in registry.parse(given.policies)]
-    line = {
-        "benchmark": "prefill",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.kernels.prefill", *sys.argv[1:]]),
-        "commit": measure.commit(),
-        "machine": measure.machine(model.device),
-        "versions": measure.versions(),
-        "settings": vars(given),
-        "results": measured(model, prompt, policies, given.repeat, given.chunk),
-    }
+    line = command.header("prefill", "benchmarks.kernels.prefill", "", model.device)
+    line["settings"] = vars(given)
+    line["results"] = measured(model, prompt, policies, given.repeat, given.chunk)
     benchmarks.append(LINES, line)
     for row in line["results"]:
         print(

@@ -24,11 +24,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-
 import benchmarks
+from benchmarks import command
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.policies import make_policy
 
@@ -49,7 +47,7 @@ SYSTEMS = (
 
 def main() -> int:
     """Measures, prints and stores every task, length and system."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--model", default="tiny-hops")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
@@ -61,11 +59,9 @@ def main() -> int:
     )
     parser.add_argument("--items", type=int, default=4, help="of a task at a length")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--dry", action="store_true", help="store nothing")
     arguments = parser.parse_args()
-    command = ("python", "-m", "benchmarks.serving.bundled_draft")
-    line = measure.header("bundled-draft", torch.device("cpu"), arguments.note, command)
+    line = command.header("bundled-draft", "benchmarks.serving.bundled_draft", arguments.note)
     line |= {"settings": vars(arguments) | {"written": WRITTEN}, "results": []}
     for length in arguments.lengths:
         for system, share in itertools.product(arguments.systems, arguments.shares):

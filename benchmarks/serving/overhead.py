@@ -30,10 +30,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from benchmarks import command
 from benchmarks.serving.server import load, serving
 from benchmarks.serving.soak import children
 from keyhole import LLM, SamplingParams
-from keyhole.bench import measure
 from keyhole.bench.settings import SHAPES
 from keyhole.eval.line_file import LineFile
 
@@ -49,22 +49,16 @@ _SHARE, _LATER_MS = 0.95, 5.0
 
 def main() -> None:
     """Measures, prints and adds a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--first-tokens", type=int, default=40)
     shapes = ", ".join(SHAPES)
     parser.add_argument("--shape", help=f"a model with random weights instead: {shapes}")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    line = measure.header(
-        "serve",
-        torch.device("cpu"),
-        arguments.note,
-        ("python", "-m", "benchmarks.serving.overhead"),
-    )
+    line = command.header("serve", "benchmarks.serving.overhead", arguments.note)
     with ExitStack() as stack:
         model = keyhole.tiny()
         if arguments.shape is not None:

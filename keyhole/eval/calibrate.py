@@ -175,25 +175,6 @@ class Cost(NamedTuple):
     keys_read: float
 
 
-def calibrate(
-    model: Model,
-    prompts: list[Prompt],
-    *,
-    method: Method = "optimal",
-    measure: Measure = "mass",
-    num_delta_layers: int = 3,
-    token_budget: int = Delta.token_budget,
-    recent_pages: int | None = None,
-    full_layers: Sequence[int] = (0, 1),
-    max_tokens: int = 64,
-) -> Calibration:
-    """Measures and places: see `measured` and `Measurement.place`."""
-    found = measured(
-        model, prompts, token_budget=token_budget, recent_pages=recent_pages, max_tokens=max_tokens
-    )
-    return found.place(method, num_delta_layers, full_layers, measure)
-
-
 def measured(
     model: Model,
     prompts: list[Prompt],

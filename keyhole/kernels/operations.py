@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from keyhole.kernels import cpu, cpu_attention, reference, triton
-from keyhole.kernels.reference import rope
 from keyhole.kernels.selection import LowRank, Selection
 from keyhole.kernels.triton import flash_attention
 
@@ -109,7 +108,7 @@ load_missing = operation(reference.load_missing, cpu.load_missing)
 linear = operation(reference.linear, cpu.linear)
 packed_linear = operation(reference.packed_linear, cpu.packed_linear)
 unpack = operation(reference.unpack, cpu.unpack)
-shift_rope = operation(rope.shift_rope)
+shift_rope = operation(reference.shift_rope)
 apply_rope = operation(reference.apply_rope)
 apply_rope_and_append = operation(reference.apply_rope_and_append)
 norm_linears = operation(reference.norm_linears)

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, is_number, require, settle_types, short_repr
+from keyhole.config import MethodSettings, is_count, is_number, require
+from keyhole.errors import ConfigError
 from keyhole.kernels import LowRank, ScoreRequest, Selection
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class PromptQueries:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(MethodSettings):
     """Selects what a decode step attends to. Subclass it, set `name`, define `select`."""
 
     name: ClassVar[str]
@@ -200,14 +201,6 @@ class Policy:
     #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
     #: that scores attends to everything, and `select` is not called for it.
     selects_by_own_scores: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # otherwise @dataclass generates a longer one
-            cls.__repr__ = short_repr  # type: ignore[method-assign]
-
-    def __post_init__(self) -> None:
-        settle_types(self)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -325,9 +318,15 @@ class Policy:
         """A key for the branches that this step's hooks take on host values such as `max_length`.
 
         Two steps of the same key and shapes run the same operations: one is captured and replayed
-        for the other. None: this step is not captured. For `capturable` policies.
+        for the other. None: this step is not captured. For `capturable` policies. Here: whether the
+        budget covers all sequences.
         """
-        return ()
+        return self._reads_all(step)
+
+    def _reads_all(self, step: Step) -> bool:
+        """Whether the budget covers every sequence of the step, so that everything is read."""
+        budget: int | None = getattr(self, "token_budget", None)
+        return budget is not None and step.max_length <= budget
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Scores that this layer must return; such a layer computes the scores of all its keys."""
@@ -387,6 +386,24 @@ def always_read(
     right = f"at least {least}: sink_size {sink_size} and {newest}{whole}"
     require(token_budget >= least, "token_budget", token_budget, right)
     return first, last
+
+
+def require_pages(
+    token_budget: int, sink_size: object, window_size: object, page_size: int
+) -> None:
+    """ConfigError unless the budget holds a page, and the pages that are always read."""
+    right = f"at least one page of {page_size} tokens"
+    require(is_count(token_budget, page_size), "token_budget", token_budget, right)
+    always_read(sink_size, window_size, token_budget // page_size * page_size, page_size)
+
+
+def require_shared_group(policy: str, share_group: bool) -> None:
+    """ConfigError for layers that are offloaded, and a selection per query head."""
+    if not share_group:
+        raise ConfigError(
+            f"policy {policy!r} with offload= needs share_group=True: offloaded layers load one "
+            "list per KV head"
+        )
 
 
 def whole_entries(size: int | None, unit: int = 1) -> int:

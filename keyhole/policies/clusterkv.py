@@ -31,11 +31,6 @@ Differences (theirs | ours | effect measured):
   `cluster_size` | not measured: the generated text here is shorter than two such groups
 - the clusters of a prompt are its own | the same, so that a cached prefix is copied, not shared |
   none
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_layers_of, setting
-from keyhole.errors import ConfigError
+from keyhole.policies import base
 from keyhole.policies.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -131,11 +126,7 @@ class ClusterKV(Policy):
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
-        if not self.share_group:
-            raise ConfigError(
-                f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
-                "load one list per KV head"
-            )
+        base.require_shared_group(self.name, self.share_group)
         return super().offloadable(geometry)
 
     @classmethod

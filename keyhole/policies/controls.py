@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -65,13 +64,9 @@ class SlidingWindow(Policy):
         require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
         return self
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self.token_budget
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The newest tokens, the same for all heads."""
-        if layer in self.full_layers or step.max_length <= self.token_budget:
+        if layer in self.full_layers or self._reads_all(step):
             return None
         return kernels.recent_indices(step.lengths, self.token_budget)
 
@@ -106,13 +101,9 @@ class RandomTokens(Policy):
         always_read(self.sink_size, None, self.token_budget)
         return self
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self.token_budget
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks, the newest token, and random others, per KV head."""
-        if layer in self.full_layers or step.max_length <= self.token_budget:
+        if layer in self.full_layers or self._reads_all(step):
             return None
         tokens = step.page_table.shape[1] * step.page_size
         scores = hashed(self.seed, layer, step.lengths, step.cache.keys[layer].shape[1], tokens)
@@ -176,13 +167,9 @@ class Oracle(Policy):
         """None: a layer's weights need all its keys."""
         return ()
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self.token_budget
-
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """The weights of every token, the largest of each group of heads."""
-        if layer in self.full_layers or step.max_length <= self.token_budget:
+        if layer in self.full_layers or self._reads_all(step):
             return ()
         return (ScoreRequest("group_max", 1),)
 

@@ -33,7 +33,6 @@ Differences (theirs | ours | effect measured):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -134,13 +133,9 @@ class Delta(Policy):
         """The sparse layers after the first selection layer."""
         return selection_layers.served(self.delta_layers, self.full_layers, geometry)
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self._exact_up_to(step)
-
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Delta layers score pages: largest weight over the heads, summed over the page."""
-        if layer not in (self.delta_layers or ()) or step.max_length <= self._exact_up_to(step):
+        if layer not in (self.delta_layers or ()) or self._reads_all(step):
             return ()
         return (ScoreRequest("max", step.page_size),)
 
@@ -162,10 +157,9 @@ class Delta(Policy):
         """The pages of the delta layer before; everything in full layers and before the first."""
         return None if layer in (self.full_layers or ()) else step.shared_selection
 
-    def _exact_up_to(self, step: Step) -> int:
-        """The length up to which a sequence is read in full."""
+    def _reads_all(self, step: Step) -> bool:
         budget = self.token_budget if self.min_budget is None else self.min_budget
-        return budget // step.page_size * step.page_size
+        return step.max_length <= budget // step.page_size * step.page_size
 
 
 def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:

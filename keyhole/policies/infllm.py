@@ -32,17 +32,11 @@ Differences (theirs | ours | effect measured):
 - blocks are selected for each chunk of queries of a prompt | a prompt is read in full, and each
   decoded token selects | not measured: a policy here acts on decode steps
 - blocks are kept in host memory | `offload=` does it for any policy | none
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -191,13 +185,9 @@ class InfLLM(Policy):
         entries = entries.masked_fill((number == 0)[:, None], 0)
         self._represent(keys, data, table.gather(1, entries), number > 0)
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return self._covers(step)
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks, window, and the best blocks between, for all heads."""
-        if layer in self.full_layers or self._covers(step):
+        if layer in self.full_layers or self._reads_all(step):
             return None
         size = step.page_size
         (first, last), per_block = self._ends(size), self._block // size
@@ -217,7 +207,7 @@ class InfLLM(Policy):
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The representatives of all blocks and the attention in the window, in sparse layers."""
-        if self._covers(step):
+        if self._reads_all(step):
             return None
         layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
         heads = geometry.num_query_heads
@@ -256,5 +246,5 @@ class InfLLM(Policy):
         assert self.window_size is not None, "settled by resolve"
         return self.window_size
 
-    def _covers(self, step: Step) -> bool:
+    def _reads_all(self, step: Step) -> bool:
         return step.max_length <= self.token_budget // step.page_size * step.page_size

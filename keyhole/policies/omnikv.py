@@ -33,11 +33,6 @@ Differences (theirs | ours | effect measured):
 - layers 2, 8 and 18 of 32 are filters | scaled to the depth, among layers with full attention;
   `filter_layers` | not measured: as for `dense_after`
 - no sinks | the same by default; `sink_size`, within the budget | none by default
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations
@@ -133,12 +128,12 @@ class OmniKV(Policy):
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; None where the number of generated tokens sets the shapes."""
-        reads_all = step.max_length <= self.token_budget
+        reads_all = self._reads_all(step)
         return None if self.keep_generated and not reads_all else reads_all
 
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Filter layers score tokens: the largest weight over all heads, or each head's."""
-        if layer not in (self.filter_layers or ()) or step.max_length <= self.token_budget:
+        if layer not in (self.filter_layers or ()) or self._reads_all(step):
             return ()
         return (ScoreRequest("none" if self.keep_generated else "max", 1),)
 

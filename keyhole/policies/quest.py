@@ -26,23 +26,17 @@ Differences (theirs | ours | effect measured):
   pages on
 - layers 0 and 1 read everything; no sinks, no window | the same by default; `full_layers`,
   `sink_size` and `window_size` for comparisons on equal terms, within the budget | none by default
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers_of, setting
-from keyhole.errors import ConfigError
+from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
 from keyhole.policies.base import Policy, Selection, Step
 
@@ -77,21 +71,14 @@ class Quest(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and the pages that are always read."""
-        size = geometry.page_size
-        right = f"at least one page of {size} tokens"
-        require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        budget = self.token_budget // size * size
-        base.always_read(self.sink_size, self.window_size, budget, size)
+        ends = self.sink_size, self.window_size
+        base.require_pages(self.token_budget, *ends, geometry.page_size)
         return self
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
-        if not self.share_group:
-            raise ConfigError(
-                f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
-                "load one list per KV head"
-            )
+        base.require_shared_group(self.name, self.share_group)
         return super().offloadable(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
@@ -105,13 +92,9 @@ class Quest(Policy):
         """Recomputes the bounds of the pages that were written."""
         kernels.page_bounds(key_pages, data["low"], data["high"], pages, filled)
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return self._covers(step)
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The best pages of each KV head or query head, the newest page among them."""
-        if layer in self.full_layers or self._covers(step):
+        if layer in self.full_layers or self._reads_all(step):
             return None
         data = step.cache.page_data[layer]
         bounds = (query, data["low"], data["high"], step.page_table)
@@ -124,12 +107,12 @@ class Quest(Policy):
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The summaries of all pages in all sparse layers."""
-        if self._covers(step):
+        if self._reads_all(step):
             return None
         sparse = [i for i in geometry.full_attention if i not in self.full_layers]
         layouts = [geometry.layers[i] for i in sparse]
         numbers = sum(2 * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 
-    def _covers(self, step: Step) -> bool:
+    def _reads_all(self, step: Step) -> bool:
         return step.max_length <= self.token_budget // step.page_size * step.page_size

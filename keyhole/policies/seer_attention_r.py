@@ -30,13 +30,13 @@ Differences (theirs | ours | effect measured):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
 from keyhole.policies.base import Policy, Selection, Step
 
@@ -67,12 +67,9 @@ class SeerAttentionR(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and the pages that are always read."""
-        size = geometry.page_size
-        right = f"at least one page of {size} tokens"
-        require(is_count(self.token_budget, size), "token_budget", self.token_budget, right)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        budget = self.token_budget // size * size
-        base.always_read(self.sink_size, self.window_size, budget, size)
+        ends = self.sink_size, self.window_size
+        base.require_pages(self.token_budget, *ends, geometry.page_size)
         return self
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
@@ -85,13 +82,9 @@ class SeerAttentionR(Policy):
         """Pools the keys of the pages that were written."""
         kernels.pool_keys(key_pages, data["pooled"], pages, filled)
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return self._covers(step)
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The pages of highest score of each KV head, the newest page among them."""
-        if layer in self.full_layers or self._covers(step):
+        if layer in self.full_layers or self._reads_all(step):
             return None
         assert step.gate is not None, "the engine loads the gate of a policy that wants one"
         pooled = step.cache.page_data[layer]["pooled"]
@@ -103,11 +96,11 @@ class SeerAttentionR(Policy):
 
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """The pooled keys of all pages in all sparse layers."""
-        if self._covers(step):
+        if self._reads_all(step):
             return None
         layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
         numbers = sum(_POOLS * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 
-    def _covers(self, step: Step) -> bool:
+    def _reads_all(self, step: Step) -> bool:
         return step.max_length <= self.token_budget // step.page_size * step.page_size

@@ -29,11 +29,6 @@ Differences (theirs | ours | effect measured):
   `keep_generated` is theirs, outside the budget | all read 100 % (92.6 to 100) with 1,988 KiB
 - the basis comes from a decomposition of K | from the eigenvectors of K^T K, which are the same up
   to rounding | none
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ control of other methods: their dense layers, and no selection elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -46,12 +45,8 @@ class StreamingLLM(Policy):
         always_read(self.sink_size, None, self.token_budget)
         return self
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self.token_budget
-
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Sinks and the newest tokens, the same for all heads."""
-        if layer in self.full_layers or step.max_length <= self.token_budget:
+        if layer in self.full_layers or self._reads_all(step):
             return None
         return kernels.recent_indices(step.lengths, self.token_budget, first=self.sink_size)

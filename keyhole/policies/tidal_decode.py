@@ -31,24 +31,17 @@ Differences (theirs | ours | effect measured):
   none by default
 - the paper corrects the cache by a prefill of generated tokens from time to time; the authors' code
   does not | left out | not measured
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, layers 0 and 1 dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
-from keyhole.errors import ConfigError
 from keyhole.policies import base
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policies.selection_layers import dense, nearest, served, settled
@@ -104,11 +97,7 @@ class TidalDecode(Policy):
 
         ConfigError for a selection per query head.
         """
-        if not self.share_group:
-            raise ConfigError(
-                f"policy {self.name!r} with offload= needs share_group=True: offloaded layers "
-                "load one list per KV head"
-            )
+        base.require_shared_group(self.name, self.share_group)
         return served(self.selection_layers, self.full_layers, geometry)
 
     def token_scores(self, geometry: Geometry) -> int:
@@ -116,13 +105,9 @@ class TidalDecode(Policy):
         heads = (layer.num_kv_heads for layer in geometry.layers)
         return max(heads) if self.share_group else geometry.num_query_heads
 
-    def capture_key(self, step: Step) -> Hashable:
-        """Whether everything is read."""
-        return step.max_length <= self.token_budget
-
     def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
         """Selection layers score tokens: the largest weight of each group, or each head's."""
-        if layer not in (self.selection_layers or ()) or step.max_length <= self.token_budget:
+        if layer not in (self.selection_layers or ()) or self._reads_all(step):
             return ()
         return (ScoreRequest("group_max" if self.share_group else "none", 1),)
 

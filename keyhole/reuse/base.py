@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import settle_types, short_repr
+from keyhole.config import MethodSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class RecomputePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reuse:
+class Reuse(MethodSettings):
     """Decides which stored tokens a prompt keeps and recomputes. Subclass it, set `name`."""
 
     name: ClassVar[str]
@@ -84,14 +84,6 @@ class Reuse:
     keeps_all: ClassVar[bool] = False
     #: True if `plan` looks at the statistics of all layers.
     reads_facts: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # otherwise @dataclass generates a longer one
-            cls.__repr__ = short_repr  # type: ignore[method-assign]
-
-    def __post_init__(self) -> None:
-        settle_types(self)
 
     @property
     def shifts_rope(self) -> bool:

@@ -30,11 +30,6 @@ Differences (theirs | ours | effect measured):
 - documents are encoded after the BOS token | without it, as they are in the middle of a prompt |
   with it 10.4 % (4.5 to 22.2) at layer 1; median error .019 against .038 at layer 1, .009 against
   .036 at layer 2
-
-The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
-right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
-intervals, and the median relative error of the first answer token's logits against a prompt that
-is computed whole. They say what a difference does on this model, not which method is better.
 """
 
 from __future__ import annotations

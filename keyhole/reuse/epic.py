@@ -18,11 +18,6 @@ Differences (theirs | ours | effect measured):
   by default | 32 first and 32 last: 66.7 % (52.5 to 78.3)
 - a document keeps the BOS token | documents have none, as they are in the middle of a prompt | with
   it 37.5 % (25.2 to 51.6), the same; median error .028 against .034
-
-The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
-right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
-intervals, and the median relative error of the first answer token's logits against a prompt that
-is computed whole. They say what a difference does on this model, not which method is better.
 """
 
 from __future__ import annotations

@@ -22,11 +22,6 @@ Differences (theirs | ours | effect measured):
   here have whole blocks
 - SamKV's paper gives it its own budget | `num_blocks` per document; the tables at equal
   budgets keep as many tokens as SamKV | [both are shown](samkv.md#at-equal-budgets)
-
-The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
-right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
-intervals, and the median relative error of the first answer token's logits against a prompt that
-is computed whole. They say what a difference does on this model, not which method is better.
 """
 
 from __future__ import annotations

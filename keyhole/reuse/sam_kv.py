@@ -41,11 +41,6 @@ Differences (theirs | ours | effect measured):
 - open: a block without an alpha; equal scores | left out of means and deviations, which divide by
   n; the earlier document and block come first | not measured: as above
 
-The numbers: benchmarks/results/reuse-differences.jsonl (`python -m benchmarks.reuse_differences`);
-right answers to 48 questions over two documents of the bundled model's world, with 95 % Wilson
-intervals, and the median relative error of the first answer token's logits against a prompt that
-is computed whole. They say what a difference does on this model, not which method is better.
-
 Beyond the paper, where a mean hides the relevant key: with score="extremes" step 4 compares the
 queries of all of the question's tokens with single keys of a block
 (`keyhole.reuse.block_scores`), and `share` replaces P in step 3. With score="random" step 4

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 
 import pytest
 
 from benchmarks import reference_pages
 from keyhole.config import SamplingParams
+from keyhole.llm import LLM
 from tests.docs.markdown import DOCS, blocks
 
 TEXT = (DOCS / "python-api.md").read_text()
@@ -31,3 +34,10 @@ def test_a_stale_table_is_replaced() -> None:
     stale = first + "| `most_tokens` |" + rest
     assert stale != TEXT
     assert reference_pages.with_settings(stale) == TEXT
+
+
+def test_every_argument_of_a_model_is_described() -> None:
+    """Three ran into the line before, and one was missing."""
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(LLM) or "", re.MULTILINE)
+    arguments = [*inspect.signature(LLM).parameters]
+    assert sorted(set(arguments) - set(described)) == []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, Delta, SamplingParams
 from keyhole.errors import ConfigError
-from keyhole.eval.calibrate import Measurement, Role, calibrate, measured
+from keyhole.eval.calibrate import Measurement, Role, measured
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from tests.checkpoints import make_model
@@ -187,14 +187,9 @@ def test_layers_with_a_window_of_their_own_have_no_part() -> None:
 
 def test_a_calibration_is_what_delta_takes(tmp_path: Path) -> None:
     model = load(make_model("gemma3", tmp_path), device="cpu")
-    placed = calibrate(
-        model,
-        [{"prompt_token_ids": PROMPT}],
-        num_delta_layers=1,
-        token_budget=16,
-        full_layers=(),
-        max_tokens=6,
-    )
+    prompts = [{"prompt_token_ids": PROMPT}]
+    found = measured(model, prompts, token_budget=16, recent_pages=None, max_tokens=6)
+    placed = found.place("optimal", 1, ())
     assert placed.delta_layers == (1,)  # of layers 0 .. 3, those with full attention are 1 and 3
     placed.save(tmp_path / "layers.json")
     policy = LLM(model, policy=Delta(token_budget=16, layers=str(tmp_path / "layers.json"))).policy

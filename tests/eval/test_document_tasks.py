@@ -17,7 +17,6 @@ from keyhole.eval.tiny_language.documents import (
     DocumentItem,
     exact_match,
     make,
-    token_f1,
 )
 from keyhole.eval.tiny_language.world import BOS, WORD_IDS
 
@@ -95,14 +94,9 @@ def test_the_answer_follows_from_the_sentences_alone(kind: str) -> None:
 
 def test_answers_are_compared_up_to_done() -> None:
     item = make("two_hop", num_documents=2, words=320, seed=0)
-    first, second, *_ = item.answer.split(" .")
     assert exact_match(item, f"{item.answer} <eos> and more")
     assert not exact_match(item, item.answer.removesuffix("done"))
     assert not exact_match(item, "")
-    assert token_f1(item, f"{item.answer} and more") == 1
-    assert token_f1(item, f"{first} . done") == pytest.approx(2 * 4 / (4 + 8))
-    assert token_f1(item, f"{first} .{second} . {first} . done") == pytest.approx(2 * 8 / (12 + 8))
-    assert token_f1(item, "") == 0
 
 
 def test_what_cannot_be_made_is_named() -> None:

@@ -344,23 +344,3 @@ def test_as_published_reads_generated_tokens_outside_the_budget() -> None:
     assert dataclasses.replace(policy, generated="counted").outside_budget() == ""
     with pytest.raises(ConfigError, match="offload= needs share_group=True"):
         policy.offloadable(shape(4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 0}, "token_budget 0 must be at least 1"),
-        ({"cluster_size": 0}, "cluster_size 0 must be at least 1"),
-        ({"sink_size": -1}, "sink_size -1 must be at least 0"),
-        ({"cluster_every": 0}, "cluster_every 0 must be at least 1"),
-        ({"token_budget": 300, "cluster_every": 290}, "token_budget 300 must be at least 306"),
-        ({"full_layers": 2}, "full_layers"),
-        ({"window_size": 0}, "window_size 0 must be at least 1"),
-        ({"num_clusters": 0}, "num_clusters 0 must be at least 1"),
-        ({"generated": "beside"}, "generated 'beside' must be one of counted, recent_beside, all"),
-        ({"window_size": 1010}, "must be at least 1026: sink_size 16 and window_size 1010"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ClusterKV(**settings).resolve(shape(4))

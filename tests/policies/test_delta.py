@@ -213,44 +213,6 @@ def test_recent_pages_are_an_eighth_of_the_budget(budget: int, page: int, recent
     assert Delta(token_budget=budget).resolve(shape(28, page)).recent_pages == recent
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 15}, "token_budget"),
-        ({"recent_pages": 0}, "recent_pages"),
-        ({"recent_pages": 65}, "recent_pages 65 must be from 1 to 64"),
-        ({"recent_pages": "x"}, "recent_pages"),
-        ({"sink_size": -1}, "sink_size -1"),
-        (
-            {"token_budget": 64, "sink_size": 17, "recent_pages": 3},
-            "at least 80: sink_size 17 and 3 recent_pages of 16",
-        ),
-        ({"recall": 0.9, "sink_size": 1, "min_budget": 128}, "min_budget 128 must be from 144"),
-        ({"delta_layers": (28,)}, "delta_layers"),
-        ({"delta_layers": (-1,)}, "delta_layers"),
-        ({"full_layers": (-1,)}, "full_layers"),
-        ({"full_layers": ("x",)}, "full_layers"),
-        ({"layers": "somewhere.json", "full_layers": (0,)}, "either layers"),
-        ({"layers": "nowhere.json"}, "nowhere.json"),
-        ({"recall": 0}, "recall 0 must be a share"),
-        ({"recall": 1.0}, "recall 1.0 must be a share"),
-        ({"recall": "x"}, "recall 'x'"),
-        ({"recall": float("nan")}, "recall nan"),
-        ({"min_budget": 64}, "min_budget 64 must be None without recall"),
-        ({"recall": 0.9, "min_budget": 100}, "min_budget 100 must be from 128"),
-        ({"recall": 0.9, "min_budget": 1025}, "min_budget 1025 must be .* 1024"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Delta(**settings).resolve(shape(28))
-
-
-def test_a_sliding_layer_cannot_choose() -> None:
-    with pytest.raises(ConfigError, match="delta_layers"):
-        Delta(delta_layers=(4,)).resolve(shape(8, full=(1, 3, 5, 7)))
-
-
 # Layers from a file
 
 

@@ -300,28 +300,6 @@ def test_as_published_has_the_shares_of_the_authors(budget: int, page: int) -> N
         assert (budget // page - first - last) // (128 // page) == 16
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 15}, "token_budget 15 must be at least one page of 16"),
-        ({"token_budget": 32}, "token_budget 32 must be at least 48: sink_size 4 and window_size"),
-        ({"block_size": 24}, "block_size 24 must be a multiple of the page size 16"),
-        ({"block_size": 0}, "block_size"),
-        ({"block_size": 2048}, "block_size 2048 must be .* up to token_budget 1024"),
-        ({"window_size": 0}, "window_size"),
-        ({"window_size": 1000}, "token_budget 1024 must be at least 1088"),
-        ({"sink_size": -1}, "sink_size"),
-        ({"full_layers": 2}, "full_layers"),
-        ({"sink_size": 1000}, "token_budget 1024 must be at least 1088"),
-        ({"num_representatives": 0}, "num_representatives 0 must be from 1 to block_size 64"),
-        ({"num_representatives": 65}, "num_representatives 65 must be from 1 to block_size 64"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        InfLLM(**settings).resolve(shape(4))
-
-
 def test_a_known_beginning_is_taken_as_far_as_one_sequence_went_on() -> None:
     """Another text's page stood for the last page of the common beginning.
 

@@ -170,11 +170,3 @@ def test_summaries_are_part_of_the_memory() -> None:
     tensors = [*cache.keys, *cache.values, *(t for data in cache.data for t in data.values())]
     assert len(tensors) == 8 + 8 + 2 * 4
     assert sum(t.nbytes for t in tensors) == cache.capacity * cache.page_bytes
-
-
-def test_a_budget_smaller_than_a_page_is_refused() -> None:
-    model, _ = twins("llama", num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="token_budget 3 must be at least one page of 4"):
-        make_engine(model, Quest(token_budget=3))
-    with pytest.raises(ConfigError, match="full_layers"):
-        make_engine(model, Quest(full_layers=(-1,)))

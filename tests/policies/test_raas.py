@@ -369,18 +369,3 @@ def test_offloading_is_refused(tmp_path: Path) -> None:
     model, _ = twins("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="'raas' reads all keys of every layer"):
         make_engine(model, RaaS(), offload=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 15}, "token_budget 15 must be at least one page of 16"),
-        ({"alpha": -0.1}, "alpha -0.1 must be a number from 0 to below 1"),
-        ({"alpha": 1}, "alpha"),
-        ({"alpha": "x"}, "alpha"),
-        ({"alpha": float("nan")}, "alpha"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        RaaS(**settings).resolve(shape(4))

@@ -171,11 +171,3 @@ def test_a_missing_gate_is_named_with_the_remedy(tmp_path: Path) -> None:
         make_engine(model, SeerAttentionR(token_budget=8))
     with pytest.raises(ModelError, match=r"holds no gate: it has no config.json; train one with"):
         make_engine(model, SeerAttentionR(token_budget=8, gate=str(tmp_path)))
-
-
-def test_a_budget_smaller_than_a_page_is_refused() -> None:
-    model, _ = twins("llama", num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="token_budget 3 must be at least one page of 4"):
-        make_engine(model, SeerAttentionR(token_budget=3))
-    with pytest.raises(ConfigError, match="full_layers"):
-        make_engine(model, SeerAttentionR(full_layers=(-1,)))

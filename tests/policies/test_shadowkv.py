@@ -301,24 +301,3 @@ def test_as_published_selects_the_budget_and_reads_the_rest_outside_it() -> None
         "first, outlier and newest chunks"
     )
     assert ShadowKV(token_budget=256).resolve(shape(4)).outside_budget() == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 15}, "token_budget 15 must be at least 2 chunks of 8"),
-        ({"chunk_size": 5}, "chunk_size 5 must be a divisor of the page size 16"),
-        ({"chunk_size": 32}, "chunk_size 32 must be a divisor"),
-        ({"outlier_chunks": -1}, "outlier_chunks -1 must be at least 0"),
-        ({"window_size": 0}, "window_size 0 must be at least 1"),
-        ({"sink_size": -1}, "sink_size -1 must be at least 0"),
-        ({"sink_size": 601}, "must be at least 1032: 76 first, 48 outlier, 4 newest"),
-        ({"full_layers": 2}, "full_layers"),
-        ({"outlier_chunks": 124}, "token_budget 1024 must be at least 1032"),
-        ({"rank": -1}, "rank -1 must be from 0 to 4"),
-        ({"rank": 5}, "rank 5 must be from 0 to 4"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ShadowKV(**settings).resolve(shape(4))

@@ -162,24 +162,3 @@ def test_layers_between_may_live_on_a_lower_tier() -> None:
     geometry: Geometry = shape(9)
     policy = TidalDecode(full_layers=(0, 1, 6), selection_layers=(2, 5)).resolve(geometry)
     assert policy.offloadable(geometry) == (3, 4, 7, 8)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"token_budget": 0}, "token_budget 0 must be at least 1"),
-        ({"selection_layers": (28,)}, "selection_layers"),
-        ({"selection_layers": ("x",)}, "selection_layers"),
-        ({"selection_layers": 3}, "selection_layers"),
-        ({"full_layers": (-1,)}, "full_layers"),
-        ({"full_layers": None}, "full_layers"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        TidalDecode(**settings).resolve(shape(28))
-
-
-def test_a_sliding_layer_cannot_choose() -> None:
-    with pytest.raises(ConfigError, match=r"selection_layers \(4,\) must be full-attention layers"):
-        TidalDecode(selection_layers=(4,)).resolve(shape(8, full=(1, 3, 5, 7)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole import LLM
-from tests.engine.asking import LENGTHS, TEXTS, ask, assert_near, llms, tokens
+from tests.engine.documents.asking import LENGTHS, TEXTS, ask, assert_near, llms, tokens
 from tests.reuse import oracle, plain, published
 
 __all__ = ["llms"]

@@ -16,8 +16,8 @@ import pytest
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.server.documents import convert
 from keyhole.server.errors import ApiError
-from tests.cache.test_document_embeddings import make_encoder
-from tests.cache.test_document_search import TEXTS as TEXTS_OF_WORDS
+from tests.documents.test_embeddings import make_encoder
+from tests.documents.test_search import TEXTS as TEXTS_OF_WORDS
 from tests.server.conftest import serving
 
 TEXTS = {"one": "the first document " * 8, "shelf/two": "another, about pears " * 9}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import Mutant, changed_function
+from tests.mutation import Mutant, changed_code, changed_function
 
 SOURCE = """
 LIMIT = 4
@@ -59,3 +59,10 @@ def test_a_mutant_of_an_unknown_function_is_an_error() -> None:
 )
 def test_what_runs_at_import_or_means_the_same_is_no_mutant(before: str, after: str) -> None:
     assert mutated(before, after) is None
+
+
+def test_a_mutant_that_is_no_python_is_left_out() -> None:
+    """One among a hundred ended the run: the stars of {**settings} stand for a multiplication."""
+    before = "def f(a):\n    return {**a}\n"
+    assert changed_code(before, before.replace("**a", "//a"), Path("f.py")) is None
+    assert changed_code(before, before.replace("**a", "**a, 1: 2"), Path("f.py")) is not None

@@ -18,7 +18,6 @@ of their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -126,17 +125,6 @@ def exact_match(item: DocumentItem, generated: str) -> bool:
     """Whether the answer is right to the last word; what follows `done` does not count."""
     answer = item.answer.split()
     return generated.split()[: len(answer)] == answer
-
-
-def token_f1(item: DocumentItem, generated: str) -> float:
-    """Harmonic mean of precision and recall of words.
-
-    As in SQuAD, words count as often as they occur; `done` and what follows it do not.
-    """
-    wrote = Counter(generated.partition("done")[0].split())
-    right = Counter(item.answer.partition("done")[0].split())
-    common = (wrote & right).total()
-    return 2 * common / (wrote.total() + right.total())
 
 
 def _ask(

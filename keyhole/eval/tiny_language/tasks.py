@@ -31,6 +31,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from keyhole.eval.tiny_language.world import (
@@ -309,45 +310,17 @@ def append_words(row: Row, words: Sequence[str], supervised: bool) -> None:
     row[1].extend([supervised] * len(words))
 
 
-def walk_row(rng: Random, length: int) -> Row:
-    """Writes one walk with its answer."""
-    return _program_row(walk(rng, length - 4))
-
-
-def walk2_row(rng: Random, length: int) -> Row:
-    """Writes one walk by two rules a step."""
-    return _program_row(walk2(rng, length - 4))
-
-
-def walk3_row(rng: Random, length: int) -> Row:
-    """Writes one walk by three rules a step."""
-    return _program_row(walk3(rng, length - 4))
-
-
-def derive_row(rng: Random, length: int) -> Row:
-    """Writes one derivation with its answer."""
-    return _program_row(derive(rng, length - 4))
-
-
-def _program_row(program: tuple[list[str], list[str], list[str]]) -> Row:
-    context, question, answer = program
+def _program_row(write: Callable[[Random, int], Program], rng: Random, length: int) -> Row:
+    """Writes one program with its answer."""
+    context, question, answer = write(rng, length - 4)
     row: Row = ([BOS], [False])
     append_words(row, [*context, *question], False)
     append_words(row, [*answer, "done", EOS], True)
     return row
 
 
-def questions_row(rng: Random, length: int) -> Row:
-    """Writes a world and asks about it until the row is full."""
-    return _asked_row(rng, length, _QUESTION_WEIGHTS)
-
-
-def direct_row(rng: Random, length: int) -> Row:
-    """Writes a world and asks along several facts at once until the row is full."""
-    return _asked_row(rng, length, {"direct": 1.0})
-
-
-def _asked_row(rng: Random, length: int, weighted: dict[str, float]) -> Row:
+def _asked_row(weighted: dict[str, float], rng: Random, length: int) -> Row:
+    """Writes a world and asks about it, in these kinds of questions, until the row is full."""
     while True:
         world = _some_world(rng, int(length * rng.uniform(0.45, 0.75)))
         kinds = [kind for kind in weighted if is_possible(kind, world)]
@@ -378,12 +351,12 @@ def _some_world(rng: Random, length: int) -> World:
 
 
 ROWS: dict[str, Callable[[Random, int], Row]] = {
-    "questions": questions_row,
-    "walk": walk_row,
-    "derive": derive_row,
-    "direct": direct_row,
-    "walk2": walk2_row,
-    "walk3": walk3_row,
+    "questions": partial(_asked_row, _QUESTION_WEIGHTS),
+    "walk": partial(_program_row, walk),
+    "derive": partial(_program_row, derive),
+    "direct": partial(_asked_row, {"direct": 1.0}),
+    "walk2": partial(_program_row, walk2),
+    "walk3": partial(_program_row, walk3),
 }
 
 

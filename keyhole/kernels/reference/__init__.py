@@ -7,19 +7,17 @@ by block and copied.
 """
 
 from keyhole.kernels.reference.attention import (
-    apply_rope,
     attend,
     attend_and_score,
     attend_block,
     attend_weights,
+    block_sparse_prefill,
     head_scores,
-    linear,
     over_heads,
     prefill,
     sparse_prefill,
     weights_over,
 )
-from keyhole.kernels.reference.block_sparse import block_sparse_prefill
 from keyhole.kernels.reference.packed import PackedWeight, join_codes, pack, packed_linear, unpack
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
@@ -40,11 +38,13 @@ from keyhole.kernels.reference.pages import (
 )
 from keyhole.kernels.reference.projections import (
     apply_rope_and_append,
+    linear,
     linear_add,
     norm_linears,
     norm_swiglu,
 )
 from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
+from keyhole.kernels.reference.rope import apply_rope, shift_rope
 
 __all__ = [
     "PackedWeight",
@@ -78,6 +78,7 @@ __all__ = [
     "quantise",
     "recent_indices",
     "row_dim",
+    "shift_rope",
     "sparse_prefill",
     "spread_scores",
     "summary_scores",

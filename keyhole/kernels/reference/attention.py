@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens and of decode steps, linear layers and RoPE."""
+"""Attention of a prompt's tokens and of decode steps."""
 
 from __future__ import annotations
 
@@ -15,26 +15,6 @@ from keyhole.kernels.reference.pages import (
 )
 from keyhole.kernels.reference.quantised import dequantised, row_dim
 from keyhole.kernels.selection import PagedQuery, ScoreRequest, Selection
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X W^T + bias; x [..., I], weight [O, I], bias [O]. Fast for a few tokens."""
-    return F.linear(x, weight, bias)
-
-
-def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D], each pair (i, i + D / 2) rotated by its angle.
-
-    RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 34) as transformers computes it,
-    with its roundings: cos and sin [B or 1, T, D] in the same dtype, with equal halves.
-    """
-    cos, sin = cos[:, None], sin[:, None]
-
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
-
-    return turned(query), turned(key)
 
 
 def in_groups(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -227,15 +207,7 @@ def prefill(
         )
         out = out.view(*grouped.shape[:3], -1)
     else:
-        rows = max(1, MAX_SCORES // (query.shape[1] * (end - first)))
-        blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
-        out = torch.cat(
-            [
-                attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
-                for block, mask in blocks
-            ],
-            2,
-        )
+        out = _in_blocks(grouped, key, value, seen, scale, softcap, sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -278,14 +250,78 @@ def sparse_prefill(
         ]
         out = torch.stack(parts, 1)
     else:
-        rows = max(1, MAX_SCORES // (query.shape[1] * len(tokens)))
-        blocks = zip(grouped.split(rows, 2), seen.split(rows), strict=True)
-        parts = [
-            attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
-            for block, mask in blocks
-        ]
-        out = torch.cat(parts, 2)
+        out = _in_blocks(grouped, key, value, seen, scale, softcap, sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def block_sparse_prefill(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    start: int,
+    *,
+    blocks: Selection,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one sequence's tokens start .. start + T - 1 over blocks of its pages.
+
+    query [T, Hq, D]; pages int64 [M], softcap and sinks as in `prefill`. blocks: what each block of
+    `unit` positions reads that has some of these tokens, R of them in order: indices [R, Hq, n],
+    blocks of `unit` positions for each query head, its own block among them. A token does not read
+    later ones. Returns [T, Hq, Dv] in query's dtype.
+    """
+    end, size = start + len(query), blocks.unit
+    key, value = (
+        dequantised(gathered(x, (pages[: -(-end // key_pages.shape[2])],), query.device))
+        .to(query.dtype)
+        .transpose(0, 1)
+        .flatten(1, 2)[:, :end]
+        for x in (key_pages, value_pages)
+    )
+    grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    position = torch.arange(end, device=query.device)
+    most = max(1, MAX_SCORES // (query.shape[1] * end))
+    parts = []
+    for row, read in enumerate(_read(blocks, -(-end // size))):
+        of_head = read.repeat_interleave(size, 1)[:, :end].unflatten(0, grouped.shape[:2])
+        block = start // size + row
+        for begin in range(max(start, block * size), min(end, (block + 1) * size), most):
+            own = position[begin : min(begin + most, end, (block + 1) * size)]
+            seen = of_head[:, :, None] & (position <= own[:, None])
+            part = grouped[:, :, own[0] - start : own[-1] + 1 - start]
+            mixed = attend_block(part, key, value, seen, scale, softcap, sinks)
+            parts.append(mixed.to(query.dtype))
+    return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _read(blocks: Selection, count: int) -> Tensor:
+    """Which of `count` blocks are read, bool [R, Hq, count]."""
+    indices = blocks.indices.long()
+    listed = indices.masked_fill(indices < 0, count)
+    read = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
+    return read.scatter_(2, listed, True)[..., :count]
+
+
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`attend_block` in query's dtype, for so many rows at a time that MAX_SCORES holds."""
+    rows = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[1]))
+    blocks = zip(query.split(rows, 2), seen.split(rows), strict=True)
+    parts = [
+        attend_block(block, key, value, mask, scale, softcap, sinks).to(query.dtype)
+        for block, mask in blocks
+    ]
+    return torch.cat(parts, 2)
 
 
 def attend_block(

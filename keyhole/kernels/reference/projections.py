@@ -12,11 +12,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels.reference.attention import apply_rope
 from keyhole.kernels.reference.pages import append
+from keyhole.kernels.reference.rope import apply_rope
 
 #: The weight of an RMS norm over the last dimension, [I], and its epsilon.
 Norm = tuple[Tensor, float]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X W^T + bias; x [..., I], weight [O, I], bias [O]. Fast for a few tokens."""
+    return F.linear(x, weight, bias)
 
 
 def norm_linears(

@@ -1,4 +1,4 @@
-"""Shifts rotated keys and queries from one position to another by RoPE.
+"""RoPE: rotates queries and keys, and shifts rotated ones from one position to another.
 
 RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) rotates each pair of numbers
 of a vector at position p by the angle p * frequency. Pairs are held in halves: (i, i + half).
@@ -22,6 +22,21 @@ _FEW = 64
 
 #: The tables of `_kept_angles`, kept for the lifetime of the frequencies tensor.
 _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [B, Hq, T, D] and keys [B, Hkv, T, D], each pair (i, i + D / 2) rotated by its angle.
+
+    RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 34) as transformers computes it,
+    with its roundings: cos and sin [B or 1, T, D] in the same dtype, with equal halves.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    return turned(query), turned(key)
 
 
 def shift_rope(x: Tensor, by: Tensor, frequencies: Tensor, last: bool) -> Tensor:

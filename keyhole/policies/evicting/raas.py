@@ -31,11 +31,6 @@ Differences (theirs | ours | effect measured):
   their window are freed once they leave it | not measured: their models have none
 - open: a page that is being written; a sequence that is pre-empted | it is stamped; it is replayed
   step by step and evicts again what it had evicted | none
-
-The numbers: benchmarks/results/differences.jsonl, whose lines hold their commands; answers of
-`tiny_derive` (derivations of the bundled model in 1,024 tokens) that are right, of 48, with 95 %
-Wilson intervals, no layer dense. They say what a difference does on this model, not which
-method is better.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class SnapKV(Policy):
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether everything is read; None where tokens are chosen or lengths set shapes."""
-        covers = self._covers(step)
+        covers = self._reads_all(step)
         if step.sequences.fresh.any() or not (covers or self.generated_in_budget):
             return None
         return covers
@@ -116,7 +116,7 @@ class SnapKV(Policy):
             return None
         for row in np.flatnonzero(step.sequences.fresh).tolist():
             self._choose(layer, step, row)
-        if self._covers(step):
+        if self._reads_all(step):
             return None
         ranked = step.sequences.state[f"kept {layer}"][step.sequences.slots]
         places = ranked, step.sequences.prompts, step.lengths
@@ -145,6 +145,3 @@ class SnapKV(Policy):
     def _window(self) -> int:
         assert self.observation_window is not None, "settled by resolve"
         return self.observation_window
-
-    def _covers(self, step: Step) -> bool:
-        return step.max_length <= self.token_budget

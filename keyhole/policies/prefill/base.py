@@ -9,10 +9,10 @@ block share one selection for each query head.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import require_counts, setting, settle_types, short_repr
+from keyhole.config import MethodSettings, require_counts, setting
 from keyhole.errors import ConfigError
 from keyhole.kernels import Selection
 from keyhole.registry import written
@@ -39,7 +39,7 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillPolicy:
+class PrefillPolicy(MethodSettings):
     """Selects what the tokens of a prompt read. Subclass it, set `name`, define `select`."""
 
     name: ClassVar[str]
@@ -48,12 +48,8 @@ class PrefillPolicy:
         4096, "prompt tokens up to this position, which read everything before them"
     )
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__repr__ = short_repr  # type: ignore[method-assign]
-
     def __post_init__(self) -> None:
-        settle_types(self)
+        super().__post_init__()
         require_counts(self, "block_size")
         require_counts(self, "min_length", least=0)
 

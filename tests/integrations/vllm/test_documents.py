@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 
 from keyhole.config import SamplingParams
 from keyhole.llm import LLM
-from tests.cache.test_documents_remote import ShareFileSystem
+from tests.documents.test_remote import ShareFileSystem
 from tests.integrations.vllm.engines import (
     PAGE_SIZE,
     make_checkpoint,

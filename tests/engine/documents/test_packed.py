@@ -19,9 +19,9 @@ from keyhole.errors import ConfigError
 from keyhole.policies import available_controls, available_policies, make_policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.engine.asking import BLOCK, WIDE, assembled, assert_near, tokens
-from tests.engine.pacing import AtOnce, paced
-from tests.engine.test_documents import Masks
+from tests.engine.documents.asking import BLOCK, WIDE, assembled, assert_near, tokens
+from tests.engine.documents.pacing import AtOnce, paced
+from tests.engine.documents.test_documents import Masks
 from tests.policies.models import with_head
 
 NAMES = ["a", "b", "c", "d"]

@@ -22,8 +22,8 @@ from keyhole.errors import (
     UnknownNameError,
 )
 from keyhole.reuse import make_reuse
-from tests.cache.test_documents_damage import flip
 from tests.checkpoints import make_model
+from tests.documents.test_damage import flip
 
 FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 

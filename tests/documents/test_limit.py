@@ -14,7 +14,7 @@ import pytest
 
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import CapacityError, ConfigError
-from tests.cache.records import MODEL, make_record, place, same, user_cache
+from tests.documents.records import MODEL, make_record, place, same, user_cache
 
 __all__ = ["place", "user_cache"]
 

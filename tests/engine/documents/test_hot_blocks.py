@@ -14,7 +14,7 @@ from keyhole.documents import storage as storage_module
 from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
 from tests.checkpoints import make_model
-from tests.engine.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
+from tests.engine.documents.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
 
 NAMES = ["a", "c", "b", "tiny", "a", "short"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from keyhole import LLM
-from tests.engine.asking import KINDS, LENGTHS, TEXTS, ask, llms, tokens
+from tests.engine.documents.asking import KINDS, LENGTHS, TEXTS, ask, llms, tokens
 
 __all__ = ["llms"]
 

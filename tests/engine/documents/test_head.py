@@ -26,7 +26,7 @@ from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.engine.asking import BLOCK, CASES, EVERYTHING, ask, assert_near, tokens
+from tests.engine.documents.asking import BLOCK, CASES, EVERYTHING, ask, assert_near, tokens
 from tests.oracle import Array, best, float64
 from tests.policies.models import with_head
 from tests.policies.recording import Recording

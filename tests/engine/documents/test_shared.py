@@ -16,8 +16,8 @@ from keyhole.engine.sequence import Sequence
 from keyhole.policies import make_policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.engine.asking import BLOCK, WIDE, assembled, assert_near, tokens
-from tests.engine.pacing import AtOnce, paced
+from tests.engine.documents.asking import BLOCK, WIDE, assembled, assert_near, tokens
+from tests.engine.documents.pacing import AtOnce, paced
 
 NAMES = ["a", "b", "c"]
 LENGTH, SIZE = 90, 4

@@ -11,7 +11,7 @@ import torch
 
 from keyhole.documents.store import DocumentStore
 from keyhole.errors import ConfigError, UnknownNameError
-from tests.cache.records import MODEL, make_record, place, same, store, user_cache
+from tests.documents.records import MODEL, make_record, place, same, store, user_cache
 
 __all__ = ["place", "store", "user_cache"]
 

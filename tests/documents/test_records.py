@@ -18,7 +18,7 @@ from keyhole.documents import storage as storage_module
 from keyhole.documents.record import DocumentRecord, HeadRecord
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, NumericalError, UnknownNameError
-from tests.cache.records import MODEL, make_head, make_record, place, same, store, user_cache
+from tests.documents.records import MODEL, make_head, make_record, place, same, store, user_cache
 
 __all__ = ["place", "store", "user_cache"]
 

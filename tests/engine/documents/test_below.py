@@ -18,7 +18,7 @@ from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
-from tests.engine.pacing import AtOnce, paced
+from tests.engine.documents.pacing import AtOnce, paced
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import GREEDY, PAGE
 

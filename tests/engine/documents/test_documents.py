@@ -23,7 +23,7 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.base import RecomputePlan, Reuse
 from keyhole.tokenization import Detokenizer
 from tests.checkpoints import make_model
-from tests.engine.asking import (
+from tests.engine.documents.asking import (
     BLOCK,
     CASES,
     EVERYTHING,
@@ -39,7 +39,7 @@ from tests.engine.asking import (
     settings_of,
     tokens,
 )
-from tests.engine.pacing import AtOnce, paced
+from tests.engine.documents.pacing import AtOnce, paced
 from tests.reuse import oracle, plain, plain_methods
 
 __all__ = ["llms"]

@@ -17,7 +17,7 @@ from keyhole.documents.remote import RemoteStorage
 from keyhole.documents.storage import LocalStorage
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
-from tests.cache.records import MODEL, make_record, same, user_cache
+from tests.documents.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 

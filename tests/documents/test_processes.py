@@ -17,7 +17,7 @@ import torch
 
 from keyhole.documents.store import DocumentStore
 from keyhole.errors import CapacityError, UnknownNameError
-from tests.cache.records import MODEL, make_record, same, user_cache
+from tests.documents.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 

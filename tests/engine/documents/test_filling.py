@@ -18,8 +18,16 @@ from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Sequence
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from tests.engine.asking import BLOCK, CASES, assembled, assert_near, llms, settings_of, tokens
-from tests.engine.pacing import AtOnce, Units, paced
+from tests.engine.documents.asking import (
+    BLOCK,
+    CASES,
+    assembled,
+    assert_near,
+    llms,
+    settings_of,
+    tokens,
+)
+from tests.engine.documents.pacing import AtOnce, Units, paced
 
 __all__ = ["llms"]
 

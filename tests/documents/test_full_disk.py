@@ -20,7 +20,7 @@ import errno, os, sys
 from pathlib import Path
 from keyhole.documents.store import DocumentStore
 from keyhole.errors import StorageFullError
-from tests.cache.records import MODEL, make_record, same
+from tests.documents.records import MODEL, make_record, same
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 store = DocumentStore(folder, MODEL)

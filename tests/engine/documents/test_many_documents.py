@@ -14,7 +14,7 @@ from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS
 from keyhole.reuse import make_reuse
 from keyhole.reuse.baselines import FullReuse
-from tests.engine import asking
+from tests.engine.documents import asking
 
 NUMBER = 120
 SHORT = SamplingParams(max_tokens=4)

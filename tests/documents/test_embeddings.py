@@ -14,7 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFa
 from keyhole import ConfigError
 from keyhole.documents import embeddings
 from keyhole.documents.embeddings import EmbeddingSearch, SentenceEncoder
-from tests.cache.test_document_search import TEXTS, info, infos
+from tests.documents.test_search import TEXTS, info, infos
 
 _WORDS = sorted(
     {word for text in TEXTS.values() for word in text.lower().replace(".", " ").split()}

@@ -19,7 +19,7 @@ from keyhole.documents.record import HeadRecord, check_tensors, read_header, ser
 from keyhole.documents.storage import LocalReader
 from keyhole.documents.store import DocumentStore, RecordError, StoredDocument
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
-from tests.cache.records import MODEL, make_record, same, user_cache
+from tests.documents.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 

@@ -16,6 +16,7 @@ from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page as document_page
 from benchmarks.document_reuse.methods import ABLATION, EQUAL, METHODS
 from keyhole import LLM
+from keyhole.eval.tiny_language.documents import make
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +180,13 @@ def test_budgets_are_those_of_the_method_that_sets_them(tmp_path: Path) -> None:
     row = next(row for row in text.splitlines() if row.startswith("| recompute |"))
     assert row == "| recompute | 100 (34 to 100) | 100.0% | 100.0% |"
     assert sum(row.startswith("| sam_kv overwrite than ") for row in text.splitlines()) == 2
+
+
+def test_the_f1_of_an_answer_counts_words_up_to_done() -> None:
+    item = make("two_hop", num_documents=2, words=320, seed=0)
+    first, second, *_ = item.answer.split(" .")
+    assert samkv.token_f1(item, f"{item.answer} and more") == 1
+    assert samkv.token_f1(item, f"{first} . done") == pytest.approx(2 * 4 / (4 + 8))
+    twice = f"{first} .{second} . {first} . done"
+    assert samkv.token_f1(item, twice) == pytest.approx(2 * 8 / (12 + 8))
+    assert samkv.token_f1(item, "") == 0

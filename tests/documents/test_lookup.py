@@ -11,7 +11,7 @@ import pytest
 from keyhole.documents.reader import DocumentLookup
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
-from tests.cache.records import MODEL, make_record, same, user_cache
+from tests.documents.records import MODEL, make_record, same, user_cache
 
 __all__ = ["user_cache"]
 
