@@ -5,8 +5,10 @@
 Each text is an item of a task with the first part of its right answer, so that the model writes the
 last tokens of a text of the stated length. All proposals are verified by real steps: nothing is
 simulated. Systems: `full` without a draft, with prompt look-up (`ngram`) and with the draft, and
-`spe_context`, for which the same draft selects a quarter of the text, or another share. The seeds
-are those of evaluations. One line is added to benchmarks/results/bundled-draft.jsonl.
+`spe_context`, for which the same draft, or the head that is pruned from it, selects a quarter of
+the text, or another share. Any other policy can be named, with its settings and `+eagle3` or
+`+ngram`. The seeds are those of evaluations. One line is added to
+benchmarks/results/bundled-draft.jsonl.
 
 The model's eight narrow layers cost little more than the steps of the draft, so tokens per second
 say nothing about large models.
@@ -15,17 +17,18 @@ say nothing about large models.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-
 import benchmarks
 from benchmarks import command
-from keyhole import LLM, SamplingParams, SpeContext
+from keyhole import LLM, SamplingParams
 from keyhole.eval.tiny_language.tasks import make
+from keyhole.policies import make_policy
 
 LENGTHS = (512, 2048, 8192)
 TASKS = ("derive", "walk", "walk2", "multiquery")
@@ -47,8 +50,13 @@ def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--model", default="tiny-hops")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS])
-    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
-    parser.add_argument("--share", type=int, default=4, help="spe_context reads length / SHARE")
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
+    parser.add_argument(
+        "--systems", nargs="+", default=[*SYSTEMS], help="POLICY[:SETTINGS][+DRAFT]"
+    )
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=[4], help="a step reads length / SHARE tokens"
+    )
     parser.add_argument("--items", type=int, default=4, help="of a task at a length")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--dry", action="store_true", help="store nothing")
@@ -56,27 +64,27 @@ def main() -> int:
     line = command.header("bundled-draft", "benchmarks.serving.bundled_draft", arguments.note)
     line |= {"settings": vars(arguments) | {"written": WRITTEN}, "results": []}
     for length in arguments.lengths:
-        for system in arguments.systems:
-            llm = opened(system, length, arguments)
-            for task in TASKS:
+        for system, share in itertools.product(arguments.systems, arguments.shares):
+            if system.startswith("full") and share != arguments.shares[0]:
+                continue
+            llm = opened(system, length // share, arguments)
+            for task in arguments.tasks:
                 if length <= LONGEST.get(task, length):
                     result = decode(llm, task, length, arguments.items)
-                    line["results"].append({"system": system} | result)
+                    line["results"].append({"system": system, "share": share} | result)
                     print(told(line["results"][-1]), flush=True)
     if not arguments.dry:
         benchmarks.append(benchmarks.results() / "bundled-draft.jsonl", line)
     return 0
 
 
-def opened(system: str, length: int, arguments: argparse.Namespace) -> LLM:
+def opened(system: str, token_budget: int, arguments: argparse.Namespace) -> LLM:
     """The model under a policy, with or without a draft."""
-    name, _, draft = system.partition("+")
-    name, _, dense = name.partition(":")
-    layers = (0, 1) if dense else ()
-    selecting = SpeContext(token_budget=length // arguments.share, full_layers=layers)
+    policy, _, draft = system.partition("+")
+    budget = {} if policy == "full" else {"token_budget": token_budget}
     return LLM(
         arguments.model,
-        policy=selecting if name == "spe_context" else name,
+        policy=make_policy(policy, budget),
         draft=draft or None,
         num_draft_tokens=arguments.num_draft_tokens,
     )
@@ -112,7 +120,7 @@ def decode(llm: LLM, task: str, length: int, items: int) -> dict[str, Any]:
 def told(result: dict[str, Any]) -> str:
     """One result as a line of text."""
     return (
-        f"{result['length']:6,} {result['task']:10} {result['system']:34} "
+        f"{result['length']:6,} {result['task']:10} 1/{result['share']} {result['system']:34} "
         f"{result['accepted_length']:.2f} tokens a step, {result['tokens_per_second']:6.1f} "
         f"tokens/s, {result['right']} of {result['items']} right"
     )

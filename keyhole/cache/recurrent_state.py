@@ -8,7 +8,8 @@ the slot, so nothing has to be cleared when a sequence ends, is aborted or is pr
 
 Keys and values of a token can be written twice, a state cannot be advanced twice: a step that fails
 halfway must not leave some layers ahead of others. Layers therefore work on copies, and
-`RecurrentStep.commit` stores them once all layers have run.
+`RecurrentStep.commit` stores them once all layers have run. The states after proposed tokens are
+copies, too, until it is known how many of these were right (`RecurrentStep.accept`).
 
 The keys of a cached prefix serve every prompt that begins with it, whereas a recurrent state serves
 only one that begins with exactly these tokens. `StateSnapshots` therefore keeps states where a
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -142,18 +144,71 @@ class RecurrentChunk:
     begins: bool
 
 
+@dataclass(frozen=True)
+class DecodedTokens:
+    """Tokens that decoding sequences compute at the same place: their first ones, their second ...
+
+    sequences: int64 [n], which of the decoding sequences, ascending; on the host. rows, slots:
+    int64 [n], their rows in the packed row and the slots of the sequences. after: int64 [n], which
+    entries of the place before they follow; None at the first place, which has all sequences.
+    """
+
+    sequences: np.ndarray
+    rows: Tensor
+    slots: Tensor
+    after: Tensor | None
+
+
+def decoded_tokens(
+    slots: np.ndarray, counts: np.ndarray, device: torch.device
+) -> list[DecodedTokens]:
+    """The places of sequences with these slots, int64 [S], and rows, int64 [S], in this order."""
+    begins, before, found = np.cumsum(counts) - counts, None, []
+    for place in range(int(counts.max(initial=0))):
+        those = np.flatnonzero(counts > place)
+        arrays = [begins[those] + place, slots[those]]
+        if before is not None:
+            arrays.append(np.searchsorted(before, those))
+        rows, own, *after = (torch.from_numpy(x).to(device) for x in arrays)
+        found.append(DecodedTokens(those, rows, own, after[0] if after else None))
+        before = those
+    return found
+
+
 @dataclass
 class RecurrentStep:
     """The states of the sequences of one step.
 
-    decoding: int64 [B], the slots of the sequences that decode a token each, which are the first
-    rows of the packed row; chunks: those of prompts.
+    decoded: the tokens of decoding sequences, which are the first rows of the packed row; chunks:
+    those of prompts.
     """
 
     state: RecurrentState
-    decoding: Tensor
+    decoded: list[DecodedTokens]
     chunks: list[RecurrentChunk]
     _new: list[tuple[int, Tensor, States]] = field(default_factory=list)
+    _proposed: list[tuple[int, DecodedTokens, States]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        state: RecurrentState,
+        decoding: Sequence[tuple[int, int]],
+        prompts: Sequence[tuple[int, int, bool]],
+        device: torch.device,
+    ) -> RecurrentStep:
+        """A step of sequences in the order of the packed row.
+
+        decoding: of each decoding sequence its slot and number of rows. prompts: of each prompt the
+        slot, the number of tokens, and whether they are the first of it.
+        """
+        slots, counts = np.asarray(decoding, np.int64).reshape(-1, 2).T
+        sent = torch.tensor([slot for slot, *_ in prompts], dtype=torch.int64, device=device)
+        row, chunks = int(counts.sum()), []
+        for i, (_, count, begins) in enumerate(prompts):
+            chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
+            row += count
+        return cls(state, decoded_tokens(slots, counts, device), chunks)
 
     def run(
         self, layer: int, hidden: Tensor, call: LayerCall, continues: bool = True
@@ -161,14 +216,11 @@ class RecurrentStep:
         """Runs a layer over a packed row [1, T, width]; returns its outputs, [1, T, ...] each.
 
         call: the layer for n sequences of t tokens each, [n, t, width], and their state. It is
-        called once for all decoding sequences, and once for each prompt. continues: False where
-        several tokens cannot follow a state; it is then called for each token of such prompts.
+        called once for a token of all decoding sequences, once more for each proposed one, and once
+        for each prompt. continues: False where several tokens cannot follow a state; it is then
+        called for each token of such prompts.
         """
-        parts, count = [], len(self.decoding)
-        if count:
-            there = LayerState(self.state.read(layer, self.decoding))
-            parts.append([x[:, 0] for x in call(hidden[0, :count, None], there)])
-            self._new.append((layer, self.decoding, there.states))
+        parts = [self._decode(layer, hidden[0], call)] if self.decoded else []
         for chunk in self.chunks:
             there = LayerState({} if chunk.begins else self.state.read(layer, chunk.slot))
             tokens = hidden[:, chunk.rows]
@@ -178,10 +230,46 @@ class RecurrentStep:
         return tuple(torch.cat(outputs)[None] for outputs in zip(*parts, strict=True))
 
     def commit(self) -> None:
-        """Stores the new states of all layers; once, after the last of them has run."""
+        """Stores the new states of all layers; once, after the last of them has run.
+
+        Of a decoding sequence that after its first token.
+        """
         for layer, slots, states in self._new:
             self.state.write(layer, slots, states)
         self._new.clear()
+
+    def accept(self, counts: np.ndarray) -> None:
+        """Stores the states after the proposed tokens that were right, int64 [S] of each sequence.
+
+        After `commit`, once.
+        """
+        for place, tokens in enumerate(self.decoded[1:], 1):
+            entries = np.flatnonzero(counts[tokens.sequences] == place)
+            if not len(entries):
+                continue
+            those = torch.from_numpy(entries).to(tokens.slots.device)
+            for layer, of, states in self._proposed:
+                if of is tokens:
+                    chosen = {key: x.index_select(0, those) for key, x in states.items()}
+                    self.state.write(layer, tokens.slots[those], chosen)
+        self._proposed.clear()
+
+    def _decode(self, layer: int, hidden: Tensor, call: LayerCall) -> list[Tensor]:
+        """The outputs of the decoding sequences' rows, in their order."""
+        found, there = [], LayerState({})
+        for tokens in self.decoded:
+            if tokens.after is None:
+                there = LayerState(self.state.read(layer, tokens.slots))
+                self._new.append((layer, tokens.slots, there.states))
+            else:
+                after = {key: x.index_select(0, tokens.after) for key, x in there.states.items()}
+                there = LayerState(after)
+                self._proposed.append((layer, tokens, there.states))
+            found.append([x[:, 0] for x in call(hidden[tokens.rows][:, None], there)])
+        if len(found) == 1:
+            return found[0]
+        order = torch.cat([tokens.rows for tokens in self.decoded]).argsort()
+        return [torch.cat(outputs)[order] for outputs in zip(*found, strict=True)]
 
 
 class StateSnapshots:

@@ -408,6 +408,7 @@ class Engine:
         if any(sequence.is_ready for sequence in wanted):
             reads = reads.to("cpu", non_blocking=True)  # complete when the tokens are
         advanced = self._verifier.take(wanted, logits, plan)
+        runner.accept()
         self._count(runner, plan, reads)
         runner.evict()
         for sequence in plan.drafts:

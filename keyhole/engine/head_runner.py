@@ -23,7 +23,7 @@ from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk
 from keyhole.models.model import Model
-from keyhole.policies.base import HeadWeights, Policy
+from keyhole.policies.base import HeadWeights, Policy, Step
 from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import HeadConfig, RetrievalHead, group_weights
 
@@ -72,21 +72,25 @@ class HeadRunner:
 
     @torch.no_grad()
     def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """Computes the head's weights for the newest token of each decoding sequence."""
+        """Computes the head's weights for the token of each row of decoding sequences."""
         step, count = batch.step, batch.num_decode
         assert step is not None
-        fused = None
-        if self.head.config.feature_layers:
-            # A padding row is at position 0, which has no token before it.
-            before = ((positions[:count] - 1) // step.page_size).clamp(min=0)
-            pages = step.page_table.gather(1, before[:, None])[:, 0]
-            fused = self._cache.common["head_features"][pages]
-        query, key = self.head(token_ids[:count], positions[:count], fused)
+        row = (token_ids[:count], positions[:count])
+        query, key = self.head(*row, self._preceding(positions[:count], step))
         self.put(key, batch.slots[:count])
         weights = functools.partial(
             self._weights, query, step.page_table, step.lengths, step.kept_tokens
         )
         step.head = HeadWeights(weights, self.token_bytes)
+
+    def _preceding(self, positions: Tensor, step: Step) -> Tensor | None:
+        """The features [B, H] of the position before each row's; None if the head reads none."""
+        if not self.head.config.feature_layers:
+            return None
+        # A padding row is at position 0, which has no token before it.
+        before = ((positions - 1) // step.page_size).clamp(min=0)
+        pages = step.page_table.gather(1, before[:, None])[:, 0]
+        return self._cache.common["head_features"][pages]
 
     def _weights(
         self, query: Tensor, page_table: Tensor, lengths: Tensor, kept_tokens: KeptTokenRows | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
-from keyhole.cache.recurrent_state import RecurrentChunk, RecurrentState, RecurrentStep
+from keyhole.cache.recurrent_state import RecurrentState, RecurrentStep
 from keyhole.engine.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
 from keyhole.engine.decode_inputs import (
     DecodeInputs,
@@ -98,6 +98,8 @@ class Runner:
                 work=self._decode,
                 moves=lambda: cache.moves + (0 if prefetcher is None else prefetcher.moves),
             )
+        # Of a step with proposed tokens: its recurrent states, and what each sequence had computed.
+        self._unverified: tuple[RecurrentStep, list[tuple[Sequence, int]]] | None = None
         # Of the last step: the page that each sequence evicts, which are due, and the sequences.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
@@ -171,7 +173,18 @@ class Runner:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
+        if batch.recurrent is not None and plan.drafts:
+            self._unverified = batch.recurrent, [(s, s.num_computed) for s in plan.decodes]
         return reads
+
+    def accept(self) -> None:
+        """Keeps the recurrent states after the proposed tokens that were right, once it is known.
+
+        They are those by which `num_computed` of a sequence has advanced since `run`.
+        """
+        if self._unverified is not None:
+            (step, before), self._unverified = self._unverified, None
+            step.accept(np.asarray([s.num_computed - count for s, count in before], np.int64))
 
     def _trace(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Records the reads of those sequences that are traced."""
@@ -371,15 +384,9 @@ class Runner:
         """The recurrent states of the step's sequences, in the order of the packed row."""
         if self._recurrent is None:
             return None
-        slots = np.asarray(
-            [s.slot for s in (*plan.decodes, *(s for s, _ in plan.chunks))], np.int64
-        )
-        sent, row, chunks = self._send(slots), len(plan.decodes), []
-        for i, (sequence, count) in enumerate(plan.chunks, row):
-            begins = sequence.num_computed == 0
-            chunks.append(RecurrentChunk(slice(row, row + count), sent[i : i + 1], begins))
-            row += count
-        return RecurrentStep(self._recurrent, sent[: len(plan.decodes)], chunks)
+        decoding = [(s.slot, 1 + len(plan.drafts.get(s, ()))) for s in plan.decodes]
+        prompts = [(s.slot, count, s.num_computed == 0) for s, count in plan.chunks]
+        return RecurrentStep.of(self._recurrent, decoding, prompts, self._model.device)
 
     def _scattered(
         self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor

@@ -47,7 +47,6 @@ operation, so that a policy, its settings and `--help` need no torch.
     renew_stamps     record which pages received attention in this step
     drop_oldest      the page that has gone longest without attention
     with_newer       a selection, and the tokens since
-    share_choice     the same for rows of one sequence, by the choice for the first of them
     keep_queries     store the queries of new tokens; last_queries returns them
     last_queries     the last queries of a sequence
     observed_attention the attention that tokens of a prompt receive from its last ones
@@ -111,7 +110,6 @@ if TYPE_CHECKING:
         redundancy_scores,
         renew_stamps,
         represent_blocks,
-        share_choice,
         with_newer,
     )
     from keyhole.kernels.operations import (
@@ -217,7 +215,6 @@ __all__ = [
     "renew_stamps",
     "represent_blocks",
     "row_dim",
-    "share_choice",
     "shift_rope",
     "sparse_prefill",
     "spread_scores",

@@ -82,30 +82,15 @@ class CachedLayers:
 
 
 @dataclass(frozen=True, eq=False)
-class ChoiceBlocks:
-    """The rows of each sequence that share one choice: its newest token and the proposed ones.
-
-    leads: int64 [S], the row of each sequence's newest token. block: int64 [B], which of these
-    sequences a row belongs to. most: the most proposed tokens of a sequence.
-    """
-
-    leads: Tensor
-    block: Tensor
-    most: int
-
-
-@dataclass(frozen=True, eq=False)
 class HeadWeights:
     """The weights of a retrieval head in this step.
 
     weights: computes them for all tokens, float32 [B, heads, N], -1 for tokens that no layer has.
-    token_bytes: bytes of the head's keys per token. blocks: with a draft model, whose weights
-    [S, heads, N] are those of each sequence's newest token; None: every row has its own.
+    token_bytes: bytes of the head's keys per token.
     """
 
     weights: Callable[[], Tensor]
     token_bytes: int
-    blocks: ChoiceBlocks | None = None
 
 
 @dataclass
@@ -272,12 +257,6 @@ class Policy(MethodSettings):
         Here: none, as where pages are scored instead, which takes little.
         """
         return 0
-
-    def check_draft(self, most: int) -> None:
-        """ConfigError if rows of up to `most` proposed tokens cannot share the choice of one row.
-
-        Called at start for a policy that selects by a retrieval head which is a draft model.
-        """
 
     def page_limit(self, prompt_pages: np.ndarray, page_size: int) -> np.ndarray | None:
         """The most pages that sequences may keep, prompts included; None: unlimited.

@@ -13,8 +13,8 @@ offloaded layers: the selection is known before the step begins.
 `per_head=False` is the coarser selection of section 4.2 (figure 5a): one list by the largest weight
 over all heads.
 
-With a draft model that proposes tokens (`draft="eagle3"`) that model is the head, and a choice is
-made once for the rows that a step checks; places for the proposed tokens are part of the budget.
+With a draft model that proposes tokens (`draft="eagle3"`) that model is the head. The newest token
+and each proposed one select for themselves, by the draft's query for it.
 
 Differences from the paper: first tokens and a recent window are part of the budget; a selection may
 be reused for several steps (`refresh_every`), with the tokens generated since added to it; a
@@ -37,7 +37,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
-from keyhole.policies.base import ChoiceBlocks, HeadWeights, Policy, Selection, Step
+from keyhole.policies.base import HeadWeights, Policy, Selection, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,12 +88,6 @@ class SpeContext(Policy):
         minimum = base.resolve_min_budget(self.recall, self.min_budget, self.token_budget, least)
         return dataclasses.replace(self, window_size=window, min_budget=minimum)
 
-    def check_draft(self, most: int) -> None:
-        """The proposed tokens of a block are part of the budget."""
-        least = self.sink_size + (self.window_size or 1) + most
-        right = f"at least {least}: sink_size, window_size and {most} proposed tokens"
-        require(self.token_budget >= least, "token_budget", self.token_budget, right)
-
     def selection_heads(self, geometry: Geometry) -> int | None:
         """A selection per query head over latents that all of them share."""
         latent = any(layout.shared_values for layout in geometry.layers)
@@ -111,11 +105,7 @@ class SpeContext(Policy):
         if step.max_length <= self._exact_up_to:
             return
         if self.refresh_every == 1:
-            blocks = _head(step).blocks
-            if blocks is None:
-                step.shared_selection = self._choose(step, step.lengths)
-            else:
-                step.shared_selection = self._choose_once(step, blocks)
+            step.shared_selection = self._choose(step, step.lengths)
             return
         if self._due(step.sequences.host_lengths, step.sequences.host_prompts).any():
             # A sequence within the budget is read in full: its beginning is the stored selection,
@@ -157,9 +147,6 @@ class SpeContext(Policy):
         there = (
             step.lengths if step.kept_tokens is None else step.kept_tokens.anywhere().counts[:, 0]
         )
-        blocks = _head(step).blocks
-        if blocks is not None:  # rows of proposed tokens read no keys of the head
-            there = there * there.new_zeros(len(there)).index_fill(0, blocks.leads, 1)
         return there * (_head(step).token_bytes / self.refresh_every)
 
     @property
@@ -179,22 +166,11 @@ class SpeContext(Policy):
         first = first | (lengths <= self._exact_up_to + 1)
         return first | (lengths % self.refresh_every == 0)
 
-    def _choose_once(self, step: Step, blocks: ChoiceBlocks) -> Selection:
-        """One choice for the rows of a sequence, and for each of them the tokens since."""
-        most = blocks.most
-        count = self.token_budget - most
-        made_at = step.lengths[blocks.leads]
-        chosen = self._choose(step, made_at, count)
-        return kernels.share_choice(
-            chosen, made_at, blocks.block, step.lengths, most, self._exact_up_to
-        )
-
-    def _choose(self, step: Step, lengths: Tensor, count: int | None = None) -> Selection:
+    def _choose(self, step: Step, lengths: Tensor) -> Selection:
         weights, first, last = _head(step).weights(), self.sink_size, self.window_size or 1
         if not self.per_head:
             weights = weights.amax(1, keepdim=True)
-        count = self._at_refresh if count is None else count
-        chosen = kernels.top_k(weights, lengths, count, 1, first=first, last=last)
+        chosen = kernels.top_k(weights, lengths, self._at_refresh, 1, first=first, last=last)
         if self.recall is None:
             return chosen
         least = self.min_budget or 0

@@ -206,3 +206,32 @@ def test_a_long_row_is_split_as_it_is_by_itself(dtype: torch.dtype, length: int)
     assert torch.equal(out, torch.stack([_alone(rows, i) for i in range(count)]))
     if length < 2000:
         assert_close(out, _oracle(rows)[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [6, 45, 515, 1027, 16386])
+def test_rows_of_a_sequence_have_a_retrieval_head_s_scores_of_their_own(
+    dtype: torch.dtype, length: int
+) -> None:
+    """Keys are read once for all rows of a sequence; another sequence stands before them."""
+    size, heads, dim, counts = 16, 2, 16, (2, 5)
+    random = torch.Generator().manual_seed(length)
+    num_pages, num_rows = -(-length // size), sum(counts)
+    keys = torch.randn(num_pages, heads, size, dim, generator=random).to(dtype)
+    query = torch.randn(num_rows, 2 * heads, dim, generator=random).to(dtype)
+    tables = [torch.randperm(num_pages, generator=random).int() for _ in counts]
+    table = torch.cat([x.repeat(n, 1) for x, n in zip(tables, counts, strict=True)])
+    lengths = torch.cat([torch.arange(length - n + 1, length + 1) for n in counts]).int()
+    found = kernels.head_scores(query, keys, table, lengths, scale=0.25)
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        alone = kernels.head_scores(query[one], keys, table[one], lengths[one], scale=0.25)
+        if cpu.current() != cpu.REFERENCE:
+            assert torch.equal(found[row], alone[0])
+        if length < 2000:
+            own = keys[table[row].long()].transpose(0, 1).flatten(1, 2)[:, : lengths[row]]
+            queries = float64(query[row]).reshape(heads, 2, dim)
+            powers = np.exp(0.25 * queries @ np.swapaxes(float64(own), 1, 2))
+            wanted = (powers / powers.sum(-1, keepdims=True)).max(1)
+            assert_close(found[row, :, : lengths[row]], wanted, torch.float32)
+            assert not found[row, :, lengths[row] :].any()

@@ -315,8 +315,6 @@ def llm() -> LLM:
 def test_what_a_recurrent_state_cannot_have_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recurrent state of its layers; leave it out"):
         LLM(network_of("lfm2"), Delta(), device="cpu", memory="16MB", offload=tmp_path)
-    with pytest.raises(ConfigError, match="cannot take back a proposed token"):
-        LLM(network_of("lfm2"), Delta(), device="cpu", memory="16MB", draft="ngram")
     with pytest.raises(ConfigError, match="stored documents cannot be joined"):
         _ = llm.documents
     with (

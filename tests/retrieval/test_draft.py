@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole import ConfigError
 from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.distill import Distiller
 from keyhole.retrieval.training.objectives import DECAY, Draft, eagle_loss, previous
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
+from tests.retrieval.drafts import make_draft
 from tests.retrieval.test_distill import Texts
 
 LAYERS = (1, 2, 3)
@@ -67,11 +71,12 @@ class PlainDrafter:
         key = turned((w["head.k.weight"] @ x).view(kv, dim), position, config.rope_theta)
         self.keys.append(key)
         self.values.append((w["v.weight"] @ x).view(kv, dim))
-        mixed = []
+        mixed, self.weights = [], []
         for head in range(heads):
             own = head * kv // heads
             logits = torch.stack([query[head] @ k[own] for k in self.keys]) * dim**-0.5
             weights = logits.softmax(0)
+            self.weights.append(weights)
             mixed.append(sum(a * v[own] for a, v in zip(weights, self.values, strict=True)))
         hidden = hidden + w["o.weight"] @ torch.cat(mixed)
         y = norm(hidden, w["mlp_norm.weight"])
@@ -82,7 +87,7 @@ class PlainDrafter:
 
 def test_unrolled_steps_are_those_of_a_plain_drafter() -> None:
     network, draft, targets = made()
-    found = draft.unroll(targets, 3)
+    found, _ = draft.unroll(targets, 3)
     norms = [part.weight.detach().double() for part in draft.head.feature_norms]
     states = [norm(h.double(), w) for h, w in zip(targets.hidden, norms, strict=True)]
     states = torch.cat(states, -1)
@@ -104,14 +109,14 @@ def test_the_loss_is_the_weighted_divergence_of_the_steps() -> None:
     _, draft, targets = made()
     assert targets.logits is not None
     total = weight = 0.0
-    for step, logits in enumerate(draft.unroll(targets, 3)):
+    for step, logits in enumerate(draft.unroll(targets, 3)[0]):
         wanted, found = (
             targets.logits[:, step].double().softmax(-1),
             logits.double().log_softmax(-1),
         )
         total += DECAY**step * _weighted(targets, step, (wanted * (wanted.log() - found)).sum(-1))
         weight += DECAY**step
-    assert eagle_loss(draft, targets).item() == pytest.approx(total / weight, rel=1e-5)
+    assert eagle_loss(draft, targets)[0].item() == pytest.approx(total / weight, rel=1e-5)
 
 
 def test_an_attention_weight_adds_the_divergence_of_its_attention() -> None:
@@ -150,6 +155,90 @@ def test_an_attention_weight_adds_the_divergence_of_its_attention() -> None:
     assert not torch.allclose(with_attention, alone)
 
 
+def continued(tmp_path: Path, **settings: Any) -> tuple[Distiller, Distiller]:
+    """The training of a draft, and a second one that goes on from it."""
+    network = make_network(make_config("llama"))
+    config = TrainingConfig(objective="eagle", length=96, feature_layers=LAYERS, num_queries=4)
+    first = Distiller(network, Texts(), config)
+    for _ in range(2):
+        first.train_step()
+    first.save_pretrained(tmp_path)
+    again = replace(config, start=str(tmp_path / DRAFT_FOLDER), **settings)
+    return first, Distiller(network, Texts(), again)
+
+
+def test_a_draft_that_is_trained_further_keeps_its_head(tmp_path: Path) -> None:
+    first, second = continued(tmp_path, attention_weight=1.0)
+    before = {name: x.clone() for name, x in second.module.state_dict().items()}
+    assert all(torch.equal(x, before[name]) for name, x in first.module.state_dict().items())
+    for _ in range(2):
+        second.train_step()
+    for name, x in second.module.state_dict().items():
+        assert torch.equal(x, before[name]) == name.startswith("head."), name
+    second.save_pretrained(tmp_path / "second")
+    heads = (
+        RetrievalHead.from_pretrained(p, first._network) for p in (tmp_path, tmp_path / "second")
+    )
+    one, other = (head.state_dict() for head in heads)
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_its_attention_for_proposed_tokens_is_compared_with_the_target_s(tmp_path: Path) -> None:
+    """The KL divergence of the weights of each later step, but for sinks and window."""
+    _, second = continued(tmp_path, attention_weight=0.5)
+    targets, draft = second._targets(Random(3), 96), second.module
+    assert isinstance(draft, Draft)
+    assert targets.later is not None
+    hidden = previous(draft.head.fuse(targets.hidden)).detach().double()
+    divergences = []
+    for step in range(1, 4):
+        total = mass = 0.0
+        for number, row in enumerate(targets.rows.tolist()):
+            plain = PlainDrafter(second._network, draft)
+            for at in range(row + 1):
+                own, _ = plain.step(int(targets.token_ids[at]), at, hidden[at])
+            for at in range(row + 1, row + step + 1):
+                own, _ = plain.step(int(targets.token_ids[at]), at, own)
+            free = slice(4, max(4, row + step - 63))
+            for group, its in enumerate(torch.stack(plain.weights).chunk(len(targets.mass))):
+                wanted = targets.later[step - 1, group, number].double()[free]
+                p, q = wanted / wanted.sum(), its.mean(0)[free] / its.mean(0)[free].sum()
+                total += (wanted.sum() * (p * (p / q).log()).sum()).item()
+                mass += wanted.sum().item()
+        divergences.append(total / mass)
+    drafting, apart = eagle_loss(draft, targets)
+    assert apart.item() == pytest.approx(sum(divergences) / 3, rel=1e-4)
+    loss, _ = second._loss(targets, Random(0))
+    assert loss.item() == pytest.approx(drafting.item() + 0.5 * apart.item(), rel=1e-6)
+
+
+def test_the_target_s_attention_of_later_tokens_is_that_of_their_rows() -> None:
+    network = make_network(make_config("llama"))
+    text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
+    teacher, rows = Teacher(network, LAYERS), torch.tensor([4, 6, 26])
+    found = teacher.targets(text, rows, later_steps=2)
+    assert found.later is not None
+    for ahead, mass in enumerate([found.mass, *found.later]):
+        assert torch.equal(mass, teacher.targets(text, rows + ahead).mass)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"draft_vocab_size": VOCAB_SIZE}, "an output matrix of its own"),
+        ({"norm_before_residual": True}, "not a draft of the form that train-head writes"),
+    ],
+)
+def test_drafts_of_another_form_are_not_trained_further(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    network = make_network(make_config("llama"))
+    sizes = {"vocab_size": VOCAB_SIZE, "eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    start = str(make_draft(tmp_path, **sizes, **fields))
+    with pytest.raises(ConfigError, match=named):
+        Distiller(network, Texts(), TrainingConfig(objective="eagle", start=start))
+
+
 def _weighted(targets: TeacherTargets, step: int, losses: Tensor) -> float:
     """The mean of losses [R], weighted by how likely the tokens up to that step are."""
     assert targets.logits is not None
@@ -175,7 +264,7 @@ def test_a_trained_draft_is_written_so_that_it_drafts(tmp_path: Path) -> None:
     assert isinstance(draft, Draft)
     text = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
     targets = Teacher(network, LAYERS).targets(text, torch.tensor([29]), logit_steps=1)
-    (wanted,) = draft.unroll(targets, 1)
+    (wanted,), _ = draft.unroll(targets, 1)
 
     stored = DraftModel.from_eagle3(tmp_path / DRAFT_FOLDER, network)
     assert stored.head.config.feature_layers == LAYERS

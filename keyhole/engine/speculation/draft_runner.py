@@ -10,15 +10,18 @@ for proposed tokens. From the newest token on it proposes greedily, each token f
 for the one before. The features of a step's rows are kept until it is known which rows were right,
 so that nothing of a rejected token is ever read.
 
-With a policy that selects by a retrieval head, the draft is the head. The rows of a sequence then
-share one choice: that of the draft's query for the newest token, which the target has accepted.
+With a policy that selects by a retrieval head, the draft is the head. Each row then selects by the
+draft's query for its token. Its input is what the draft read for that token: the target's features
+for the newest one, its own outputs for proposed ones. All rows are projected together when the step
+begins: the draft did not run over the last proposed token, and the weights are read once either
+way.
 
-Cost per step: the draft's layer for the accepted tokens and for each proposed one but the last.
+Cost per step: the draft's layer for the accepted tokens and for each proposed one but the last; for
+a policy that selects, queries, keys and scores of all rows.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -38,7 +41,7 @@ from keyhole.models.fast_layers import speed_up_linear
 from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_layers
 from keyhole.models.weights.weight_format import WeightFormat
-from keyhole.policies.base import ChoiceBlocks, HeadWeights
+from keyhole.policies.base import Step
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
@@ -55,13 +58,14 @@ class DraftRunner(HeadRunner):
         self, draft: DraftModel, cache: PageCache, groups: int, config: EngineConfig
     ) -> None:
         super().__init__(draft.head, cache, groups)
-        num_slots, most = config.max_batch, config.num_draft_tokens
-        self._draft, self._most = draft, most
+        num_slots = config.max_batch
+        self._draft = draft
         self._table = PageTable(num_slots)
         head, like = draft.head.config, draft.head.q.weight
-        # Of each slot: the features of the rows of its last step, and the newest token's query.
-        self._features = like.new_zeros(num_slots, 1 + most, head.hidden_size)
-        self._queries = like.new_zeros(num_slots, head.num_heads, head.head_dim)
+        # Of each slot: the features of the rows of its last step, and what precedes those of the
+        # next one: features of the target, and the draft's own outputs.
+        self._features = like.new_zeros(num_slots, 1 + config.num_draft_tokens, head.hidden_size)
+        self._inputs = torch.zeros_like(self._features)
         # The position of the first of these features, on the host.
         self._first = np.zeros(num_slots, np.int64)
 
@@ -90,7 +94,7 @@ class DraftRunner(HeadRunner):
         query = self._project(self._send(np.asarray(tokens)), rows, positions, hidden)
         last = self._send(ends - 1)
         query, hidden = query[last], hidden[last]
-        self._queries[self._send(np.asarray([s.slot for s in decodes]))] = query
+        self._inputs[self._send(np.asarray([s.slot for s in decodes])), 0] = hidden
         for sequence in decodes:
             sequence.num_settled = sequence.num_computed + 1
         drafting = [i for i, s in enumerate(decodes) if wanted.get(s)]
@@ -117,6 +121,8 @@ class DraftRunner(HeadRunner):
             paged = PagedQuery(query.to(keys.dtype), keys, values, self._send(table), lengths)
             mixed = kernels.attend(paged, scale=self.head.scale)
             tokens, features = self._draft.step(hidden, mixed)
+            slots = self._send(np.asarray([s.slot for s in sequences]))
+            self._inputs[slots, ahead + 1] = features
             for sequence, token in zip(sequences, tokens.tolist(), strict=True):
                 found[sequence].append(token)
             more = [i for i, s in enumerate(sequences) if wanted[s] > ahead + 1]
@@ -143,24 +149,13 @@ class DraftRunner(HeadRunner):
         keys, values = (self._cache.common[name] for name in ("head_keys", "draft_values"))
         kernels.append(keys, values, key.to(keys.dtype), value.to(values.dtype), slots)
 
-    @torch.no_grad()
     def before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """The weights of each sequence's newest token, which `propose` has run the draft over."""
-        step = batch.step
-        assert step is not None
-        slots = step.sequences.host_slots
-        begins = _begins(slots)
-        leads = self._send(begins)
-        place = np.searchsorted(begins, np.arange(len(slots)), side="right") - 1
-        weights = functools.partial(
-            self._weights,
-            self._queries[step.sequences.slots[leads]],
-            step.page_table[leads],
-            step.lengths[leads],
-            None,
-        )
-        blocks = ChoiceBlocks(leads, self._send(place), self._most)
-        step.head = HeadWeights(weights, self.token_bytes, blocks)
+        """The weights of each row; `propose` has run the draft over the tokens but the last."""
+        if batch.policy.wants_head:
+            super().before(token_ids, positions, batch)
+
+    def _preceding(self, positions: Tensor, step: Step) -> Tensor:
+        return self._inputs[step.sequences.slots, self._send(_offsets(step.sequences.host_slots))]
 
     @torch.no_grad()
     def after(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -170,11 +165,10 @@ class DraftRunner(HeadRunner):
         if batch.step is not None:
             sequences = batch.step.sequences
             slots = sequences.host_slots
-            begins = _begins(slots)
-            counts = np.diff(begins, append=len(slots))
-            offsets = np.arange(len(slots)) - np.repeat(begins, counts)
+            offsets = _offsets(slots)
             self._features[sequences.slots, self._send(offsets)] = fused[: len(slots)]
-            self._first[slots[begins]] = sequences.host_lengths[begins] - 1
+            leads = offsets == 0
+            self._first[slots[leads]] = sequences.host_lengths[leads] - 1
         for chunk in batch.chunks:
             assert isinstance(chunk, Chunk), "stored documents are refused with a draft model"
             self._features[chunk.slot, 0] = fused[chunk.rows.stop - 1]
@@ -198,9 +192,10 @@ class DraftRunner(HeadRunner):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.head.q.weight.device)
 
 
-def _begins(slots: np.ndarray) -> np.ndarray:
-    """The first row of each sequence, of rows [T] whose sequences have these slots."""
-    return np.flatnonzero(np.diff(slots, prepend=-1))
+def _offsets(slots: np.ndarray) -> np.ndarray:
+    """Of rows [T] whose sequences have these slots: which row of its sequence each is."""
+    begins = np.flatnonzero(np.diff(slots, prepend=-1))
+    return np.arange(len(slots)) - np.repeat(begins, np.diff(begins, append=len(slots)))
 
 
 def load_draft(folder: str | None, model: Model) -> DraftModel:

@@ -96,14 +96,12 @@ def require_exact(
 ) -> None:
     """ConfigError for a resolved policy under which proposed tokens cannot be checked exactly.
 
-    head: the retrieval head; a draft model's chooses once for all rows of a sequence.
+    head: the retrieval head; a draft model's computes a query for each token that it proposes.
     """
-    most = config.num_draft_tokens if config.drafts_by_model else 0
-    why = _why_not(policy, geometry, None if most else head)
-    if why is None and most and getattr(policy, "head", None) is not None:
+    by_model = config.drafts_by_model
+    why = _why_not(policy, geometry, None if by_model else head)
+    if why is None and by_model and getattr(policy, "head", None) is not None:
         why = "the draft model is the retrieval head, and the policy names another as head="
-    if why is None and most and policy.wants_head:
-        policy.check_draft(most)
     if why is not None:
         raise ConfigError(
             f"draft= cannot be used with policy {policy.name!r}: {why}; leave draft out, or use a "

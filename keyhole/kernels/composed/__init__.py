@@ -42,7 +42,6 @@ from keyhole.kernels.composed.selections import (
     kept,
     prompt_scores,
     renew_stamps,
-    share_choice,
     with_newer,
 )
 from keyhole.kernels.operations import operation
@@ -84,6 +83,5 @@ __all__ = [
     "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
-    "share_choice",
     "with_newer",
 ]

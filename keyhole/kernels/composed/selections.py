@@ -54,26 +54,6 @@ def with_newer(made: Selection, made_at: Tensor, lengths: Tensor, most: int) -> 
     return Selection(indices, (counts + there.sum(-1)).to(torch.int32), 1)
 
 
-def share_choice(
-    made: Selection, made_at: Tensor, block: Tensor, lengths: Tensor, most: int, whole: int
-) -> Selection:
-    """The selection of each row's block and every token since: [B, H, n + most].
-
-    made: selections [S, H, n] of blocks, made at the lengths made_at int32 [S]. block int64 [B],
-    which one a row reads; lengths int32 [B], up to `most` above it. A row of at most `whole`
-    tokens, itself at most n + most, reads all of them.
-    """
-    count = made.indices.shape[2]
-    short = lengths <= whole
-    place = torch.arange(count, device=lengths.device, dtype=made.indices.dtype)
-    first = place.expand(len(lengths), -1).masked_fill(place >= lengths[:, None], -1)
-    indices = torch.where(short[:, None, None], first[:, None], made.indices[block])
-    begun = lengths.clamp(max=count)
-    counts = torch.where(short[:, None], begun[:, None].to(made.counts.dtype), made.counts[block])
-    at = torch.where(short, begun, made_at[block])
-    return with_newer(Selection(indices, counts, 1), at, lengths, most)
-
-
 # Time stamps of pages: when each last received attention, and the page of the oldest stamp (RaaS).
 #
 # Stamps int32 [slots, n] belong to the pages of a sequence after its first `pinned` ones.

@@ -167,7 +167,9 @@ class Attention {
             row_blocks_.range(b, h, begin, end);
             begin += offset;
             end = lesser(end, begin + size);
-            chunk_of_row(b, h, begin < shared ? shared : begin, end, rows.some((b - first) * G_, G_));
+            const Rows own = rows.some((b - first) * G_, G_);
+            chunk_of_row(b, h, begin < shared ? shared : begin, end, own);
+            if (!a_.out && raw_) note(own, raw_ + place(b, h * G_) * N_, begin, end);
         }
     }
 
@@ -183,7 +185,6 @@ class Attention {
         } else {
             read(source(b, h, nullptr), begin, end, row, rows);
         }
-        if (!rows.out && raw_) note(rows, raw_ + row * N_, begin, end);
     }
 
     void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,

@@ -64,11 +64,6 @@ def _check(name: str, config: EngineConfig) -> None:
             f"offload={config.offload!r} is not available for model {name!r}: the plan of its "
             "memory does not contain the recurrent state of its layers; leave it out"
         )
-    if config.draft is not None:
-        raise ConfigError(
-            f"draft={config.draft!r} is not available for model {name!r}: a recurrent state cannot "
-            "take back a proposed token; leave it out"
-        )
     if config.prefix_store is not None:
         raise ConfigError(
             f"prefix_store={config.prefix_store!r} is not available for model {name!r}: it would "

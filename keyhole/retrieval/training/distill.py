@@ -4,6 +4,10 @@ attention   the head's weights match the target's attention (`attention_objectiv
 selection   the selection changes the target's predictions little (`selection_objective`)
 eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`);
             with an attention_weight its attention learns to match the target's, too
+
+A draft that is trained further keeps its queries and keys. What changes is what it reads for a
+proposed token, its own output for the one before: with an attention_weight that learns to lead the
+same queries to what the target's states lead them to.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.config import require
+from keyhole.errors import ConfigError
 from keyhole.retrieval import draft_files
+from keyhole.retrieval.draft import DraftModel
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
@@ -41,13 +47,17 @@ class Distiller(TrainingRun):
 
     def __init__(self, network: nn.Module, corpus: Corpus, config: TrainingConfig) -> None:
         shape = Target.of(network.requires_grad_(False))  # from now on; only the head learns
-        given = None
-        if config.start is not None:
+        given = before = None
+        eagle = config.objective == "eagle"
+        if config.start is not None and eagle:
+            before = _readable(DraftModel.from_eagle3(config.start, network), network, config.start)
+            given = before.head
+        elif config.start is not None:
             given = RetrievalHead.from_pretrained(config.start, network)
         config = _settled(config, shape, given)
         head = _random(network, config) if given is None else _copy(given, config)
-        eagle = config.objective == "eagle"
-        super().__init__(_draft(network, head, config.seed) if eagle else head, corpus, config)
+        module = _draft(network, head, config.seed, before) if eagle else head
+        super().__init__(module, corpus, config)
         self._network = network
         self._teacher = Teacher(network, head.config.feature_layers)
         self._device = shape.embedding.device
@@ -77,30 +87,32 @@ class Distiller(TrainingRun):
 
     def _targets(self, rng: Random, length: int) -> TeacherTargets:
         token_ids, config = self._corpus.text(rng, length), self.config
-        selection = config.objective == "selection"
+        selection, later = config.objective == "selection", 0
         steps = {"attention": 0, "selection": 1, "eagle": config.unroll_steps}[config.objective]
         if selection:
             rows = list(objectives.stretch(rng, len(token_ids), config.num_queries))
             token_ids = token_ids[: rows[-1] + 1]
         else:
             last = len(token_ids) - steps
+            later = steps if config.start is not None and config.attention_weight else 0
             places = range(min(len(token_ids) // 2, last - 1), last)
             rows = sorted(rng.sample(places, min(len(places), config.num_queries)))
         return self._teacher.targets(
             torch.tensor(token_ids, device=self._device),
             torch.tensor(rows, device=self._device),
             logit_steps=steps,
+            later_steps=later,
             keep_cache=selection,
         )
 
     def _loss(self, targets: TeacherTargets, rng: Random) -> tuple[Tensor, tuple[float, float]]:
         """The loss, and the recall of the head and of the window."""
         if isinstance(self.module, Draft):
-            loss, weight = eagle_loss(self.module, targets), self.config.attention_weight
-            with torch.set_grad_enabled(weight > 0):
+            (loss, apart), weight = eagle_loss(self.module, targets), self.config.attention_weight
+            learns = weight > 0 and self.config.start is None
+            with torch.set_grad_enabled(learns):
                 logs = objectives.log_weights(self.head, targets)
-            if weight:
-                loss = loss + weight * objectives.mass_divergence(logs, targets)
+            loss = loss + weight * (objectives.mass_divergence(logs, targets) if learns else apart)
         elif self.config.objective == "selection":
             budget = objectives.draw_budget(rng, len(targets.token_ids))
             heat = objectives.temperature(self.tokens / self.config.tokens)
@@ -171,9 +183,15 @@ def _copy(given: RetrievalHead, config: TrainingConfig) -> RetrievalHead:
     return head.float()
 
 
-def _draft(network: nn.Module, head: RetrievalHead, seed: int) -> Draft:
+def _draft(network: nn.Module, head: RetrievalHead, seed: int, before: DraftModel | None) -> Draft:
+    """A draft around a head: a new one, or a given one, whose head is not trained."""
     config: Any = network.config
     output: Any = network.get_output_embeddings()  # type: ignore[operator]
+    if before is not None:
+        draft = Draft(head.requires_grad_(False), output.weight, before.shape.mlp_size)
+        state = before.state_dict()
+        draft.load_state_dict({name: state[name] for name in draft.state_dict()})
+        return draft.to(output.weight.device).float()
     size = getattr(config, "intermediate_size", None) or 4 * head.config.hidden_size
     draft = Draft(head, output.weight, int(size)).to(output.weight.device)
     _draw(draft, seed)
@@ -181,6 +199,20 @@ def _draft(network: nn.Module, head: RetrievalHead, seed: int) -> Draft:
         nn.init.zeros_(last.weight)
     _pass_states(head)
     return draft.float()
+
+
+def _readable(draft: DraftModel, network: Any, place: str) -> DraftModel:
+    """The draft; ConfigError for one that training does not compute as it is."""
+    output, shape, head = network.get_output_embeddings().weight, draft.shape, draft.head.config
+    layer = shape.norm_before_residual or shape.norm_output or shape.output_bias or head.bias
+    if layer or head.own_embedding or head.qk_norm or head.input_norm or head.rope_scaling:
+        raise ConfigError(f"--start {place!r} is not a draft of the form that train-head writes")
+    if draft.lm_head.weight.shape != output.shape or not torch.equal(draft.lm_head.weight, output):
+        raise ConfigError(
+            f"--start {place!r} is a draft with an output matrix of its own; only drafts over the "
+            "model's can be trained further"
+        )
+    return draft
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
     attention   the head matches its target's attention
     selection   the target's predictions change little under the head's soft selection
-    eagle       a draft model in the manner of EAGLE-3 is trained, and then pruned to a head
+    eagle       a draft model in the manner of EAGLE-3 is trained, and then pruned to a head; or a
+                given one is trained further with the head as it is
 
 The draft is one Transformer layer. For each token it reads the token's embedding and the target's
 features of the previous token, and predicts the target's next-token distribution. In training it
@@ -335,11 +336,13 @@ class Draft(DraftLayer):
         """float32 [T, V] of the layer's output."""
         return F.linear(self.norm(hidden), self._output.to(hidden.dtype))
 
-    def unroll(self, targets: TeacherTargets, steps: int) -> list[Tensor]:
+    def unroll(self, targets: TeacherTargets, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Logits [R, V] of each step: at row r, step s predicts the token after r + s, s from 0.
 
         Queries of step s see the keys of step 0 up to row r, and the keys of their own row in the
-        later steps: the tokens that the draft would have drafted.
+        later steps: the tokens that the draft would have drafted. Then the log of the weights
+        [heads, R, n] that the queries of the steps from 1 to `steps` give to the tokens up to r,
+        where targets has their mass; else none.
         """
         rows, token_ids = targets.rows, targets.token_ids
         places = torch.arange(len(token_ids), device=rows.device)
@@ -349,17 +352,20 @@ class Draft(DraftLayer):
         unseen = places > rows[:, None]
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
-        found = []
-        for step in range(steps):
+        found, selecting = [], []
+        for step in range(steps + (targets.later is not None)):
             if step:
                 now = rows + step
                 query, key, value = self.project(token_ids[now], now, hidden)
                 own_keys.append(key)
                 own_values.append(value)
-            mixed = self._attend(query, keys, values, unseen, own_keys, own_values)
-            hidden = self.finish(hidden, mixed)
-            found.append(self.logits(hidden))
-        return found
+            logs = self._log_weights(query, keys, unseen, own_keys)  # [R, Hkv, G, n + step]
+            if step and targets.later is not None:
+                selecting.append(logs[..., : len(keys)].flatten(1, 2).transpose(0, 1))
+            if step < steps:
+                hidden = self.finish(hidden, _mixed(logs.exp(), values, own_values))
+                found.append(self.logits(hidden))
+        return found, selecting
 
     def prune(self, inputs: str) -> RetrievalHead:
         """The head alone; for inputs "tokens" with the embedding's half of the projections.
@@ -378,29 +384,30 @@ class Draft(DraftLayer):
                 mine.weight.copy_(full.weight[:, : config.input_size])
         return pruned
 
-    def _attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        unseen: Tensor,
-        own_keys: list[Tensor],
-        own_values: list[Tensor],
+    def _log_weights(
+        self, query: Tensor, keys: Tensor, unseen: Tensor, own_keys: list[Tensor]
     ) -> Tensor:
-        """[R, heads, D] over keys [n, Hkv, D] but the `unseen` [R, n], and each row's own."""
+        """[R, Hkv, G, n + s] over keys [n, Hkv, D] except `unseen` [R, n], and s of each row."""
         groups = query.unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, D]
         logits = torch.einsum("rhgd,nhd->rhgn", groups, keys)
         logits = logits.masked_fill(unseen[:, None, None], NOTHING)
         extra = [torch.einsum("rhgd,rhd->rhg", groups, key)[..., None] for key in own_keys]
-        weights = (torch.cat((logits, *extra), -1) * self.head.scale).softmax(-1)
-        mixed = torch.einsum("rhgn,nhd->rhgd", weights[..., : len(keys)], values)
-        for step, value in enumerate(own_values):
-            mixed = mixed + weights[..., len(keys) + step, None] * value[:, :, None]
-        return mixed.flatten(1, 2)
+        return (torch.cat((logits, *extra), -1) * self.head.scale).log_softmax(-1)
 
 
-def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
+def _mixed(weights: Tensor, values: Tensor, own_values: list[Tensor]) -> Tensor:
+    """[R, heads, Dv] by weights [R, Hkv, G, n + s] of values [n, Hkv, Dv] and s own of each row."""
+    mixed = torch.einsum("rhgn,nhd->rhgd", weights[..., : len(values)], values)
+    for step, value in enumerate(own_values, len(values)):
+        mixed = mixed + weights[..., step, None] * value[:, :, None]
+    return mixed.flatten(1, 2)
+
+
+def eagle_loss(draft: Draft, targets: TeacherTargets) -> tuple[Tensor, Tensor]:
     """KL divergence from the target's distribution, in nats; later steps count less.
+
+    And the mean divergence of the attention of proposed tokens from the target's, with the mass
+    `later` of targets; else 0.
 
     A row counts by the probability that the target gives to the tokens that follow it, up to the
     one after the step: only what the target would have written is like what it will write, and a
@@ -414,7 +421,15 @@ def eagle_loss(draft: Draft, targets: TeacherTargets) -> Tensor:
     likely = wanted.gather(-1, follow[..., None])[..., 0].cumprod(1)  # [R, steps]
     weights = likely / likely.sum(0).clamp_min(1e-9)
     total = targets.logits.new_zeros(())
-    for step, logits in enumerate(draft.unroll(targets, steps)):
+    found, selecting = draft.unroll(targets, steps)
+    for step, logits in enumerate(found):
         losses = (wanted[:, step] * (logs[:, step] - logits.log_softmax(-1))).sum(-1)
         total = total + DECAY**step * (weights[:, step] * losses).sum()
-    return total / sum(DECAY**step for step in range(steps))
+    drafting = total / sum(DECAY**step for step in range(steps))
+    if targets.later is None:
+        return drafting, torch.zeros_like(drafting)
+    apart = [
+        mass_divergence(logs, replace(targets, rows=targets.rows + step, mass=mass))
+        for step, (logs, mass) in enumerate(zip(selecting, targets.later, strict=True), 1)
+    ]
+    return drafting, torch.stack(apart).mean()

@@ -33,8 +33,9 @@ class TeacherTargets:
     token_ids: int64 [n]. hidden: the input of each feature layer, float32 [n, Ht]. rows: int64 [R],
     the sampled query tokens. mass: float32 [Hkv, R, n], the attention weights of each row, mean
     over layers and over the query heads of a KV head; with MLA, which has no groups, per head.
-    logits: float32 [R, steps, V], at each row and the steps after it; None if not requested. cache:
-    keys and values of all tokens, in transformers' form; None if not requested.
+    logits: float32 [R, steps, V], at each row and the steps after it; None if not requested. later:
+    float32 [steps, Hkv, R, n], the mass of the tokens 1, 2, ... places after each row; None if not
+    requested. cache: keys and values of all tokens, in transformers' form; None if not requested.
     """
 
     token_ids: Tensor
@@ -42,6 +43,7 @@ class TeacherTargets:
     rows: Tensor
     mass: Tensor
     logits: Tensor | None = None
+    later: Tensor | None = None
     cache: DynamicCache | None = None
 
 
@@ -96,13 +98,23 @@ class Teacher:
 
     @torch.no_grad()
     def targets(
-        self, token_ids: Tensor, rows: Tensor, *, logit_steps: int = 0, keep_cache: bool = False
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        *,
+        logit_steps: int = 0,
+        later_steps: int = 0,
+        keep_cache: bool = False,
     ) -> TeacherTargets:
         """Reads a text, int64 [n]; rows int64 [R], the last at most n - logit_steps.
 
-        ConfigError for a model without full attention, NumericalError for NaN.
+        later_steps: of how many tokens after each row the mass is wanted, too; the last row is then
+        less than n - later_steps. ConfigError for a model without full attention, NumericalError
+        for NaN.
         """
-        network, record = self._network, _Mass(rows)
+        ahead = torch.arange(later_steps + 1, device=rows.device)
+        weighed, place = (rows + ahead[:, None]).unique(return_inverse=True)
+        network, record = self._network, _Mass(weighed)
         cache = DynamicCache() if keep_cache else None  # no config: of all layers all tokens
         places = (rows[:, None] + torch.arange(logit_steps, device=rows.device)).flatten()
         kept, back = places.unique(return_inverse=True)
@@ -124,7 +136,9 @@ class Teacher:
             raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
         logits = out.logits[0].float()[back].unflatten(0, (len(rows), -1)) if logit_steps else None
         hidden = tuple(out.hidden_states[layer][0].float() for layer in self._layers)
-        return TeacherTargets(token_ids, hidden, rows, mass, logits, cache)
+        own, *after = (mass[:, some] for some in place)
+        later = torch.stack(after) if after else None
+        return TeacherTargets(token_ids, hidden, rows, own, logits, later, cache)
 
 
 def attention(

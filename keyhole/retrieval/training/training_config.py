@@ -46,7 +46,8 @@ class TrainingConfig:
     )
     start: str | None = setting(
         None,
-        "selection: folder of a head to start from, trained on attention or pruned from a draft",
+        "selection: folder of a head to start from, trained on attention or pruned from a draft; "
+        "eagle: folder of a draft to train further, with its queries and keys as they are",
     )
     inputs: str = setting("tokens+features", "tokens+features or tokens: the inputs of a new head")
     feature_layers: tuple[int, ...] | None = setting(
@@ -65,7 +66,8 @@ class TrainingConfig:
     attention_weight: float = setting(
         0.0,
         "eagle: weight of a second loss, that of the objective attention, so that the head pruned "
-        "from the draft also selects; 0: as in EAGLE-3",
+        "from the draft also selects; with start, so that it selects for proposed tokens; 0: as in "
+        "EAGLE-3",
     )
     block_size: int = setting(
         EngineConfig.page_size, "gate: tokens per block, the page size that it will be used with"
@@ -80,9 +82,10 @@ class TrainingConfig:
         require_counts(self, "seed", least=0)
         if self.objective == "selection" and self.start is None:
             raise ConfigError("--objective selection requires --start, the folder of a head")
-        if self.objective != "selection" and self.start is not None:
+        if self.objective not in ("selection", "eagle") and self.start is not None:
             raise ConfigError(
-                f"--start {self.start!r} requires --objective selection, not {self.objective!r}"
+                f"--start {self.start!r} requires --objective selection or eagle, not "
+                f"{self.objective!r}"
             )
         weight = self.attention_weight
         require(is_number(weight) and weight >= 0, "attention_weight", weight, "a number >= 0")

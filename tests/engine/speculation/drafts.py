@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
@@ -79,16 +81,17 @@ def rows_of_steps(engine: Engine) -> list[int]:
 
 @dataclass(eq=False)
 class Replayed:
-    """A draft whose proposals are replaced: the model runs, and known texts say what it proposes.
+    """A draft that reads known texts, with errors, as what it proposed; it runs as ever.
 
     Where these say nothing, its own first token stays.
 
-    made: what the model itself proposed, by the tokens of the sequence then.
+    made: what was proposed, and what the draft said in each place, by the tokens of the sequence
+    then.
     """
 
     runner: DraftRunner
     draft: Erring | None = None
-    made: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    made: dict[tuple[int, ...], tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def cut(self, sequence: Sequence) -> None:
         self.runner.cut(sequence)
@@ -96,12 +99,27 @@ class Replayed:
     def propose(
         self, decodes: list[Sequence], wanted: Mapping[Sequence, int]
     ) -> dict[Sequence, list[int]]:
-        found = self.runner.propose(decodes, wanted)
+        known = {s: self.draft.propose(s, n) if self.draft else [] for s, n in wanted.items()}
+        own: dict[Sequence, list[int]] = {s: [] for s in wanted}
+        step = self.runner._draft.step
+
+        def told(hidden: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+            tokens, features = step(hidden, mixed)
+            ahead = max(map(len, own.values()))
+            rows = [s for s in decodes if wanted.get(s, 0) > ahead]
+            for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+                own[sequence].append(token)
+                tokens[row] = dict(enumerate(known[sequence])).get(ahead, token)
+            return tokens, features
+
+        with mock.patch.object(self.runner._draft, "step", told):
+            found = self.runner.propose(decodes, wanted)
         assert {s: len(tokens) for s, tokens in found.items()} == dict(wanted)
-        self.made |= {tuple(s.tokens): tokens for s, tokens in found.items()}
-        if self.draft is None:
-            return found
-        return {s: self.draft.propose(s, count) or found[s][:1] for s, count in wanted.items()}
+        if self.draft is not None:
+            found = {s: tokens[: len(known[s]) or 1] for s, tokens in found.items()}
+        made = {tuple(s.tokens): (one, own[s][: len(one)]) for s, one in found.items()}
+        self.made |= made
+        return found
 
 
 def replaying(engine: Engine, texts: Iterable[Sequence] = (), error: float = 0.3) -> Replayed:

@@ -1,19 +1,13 @@
-"""An EAGLE-3 draft of a model: its proposals and selections; outputs do not change."""
+"""An EAGLE-3 draft of a model: its proposals; outputs do not change."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
 
 from keyhole import (
     LLM,
@@ -26,107 +20,28 @@ from keyhole import (
     SamplingParams,
     SpeContext,
 )
-from keyhole.engine.engine import Engine
-from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.models.weights.packing import PackedLinear
 from keyhole.retrieval.draft import DraftModel
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_config, make_model, make_network
 from tests.engine.speculation.drafts import replaying
+from tests.engine.speculation.plain_draft import (
+    COUNT,
+    DRAFT,
+    FIELDS,
+    PlainDraft,
+    drafted,
+    model,
+    network_of,
+)
 from tests.engine.speculation.test_drafting import assert_drafted, assert_same, served
 from tests.policies.models import VOCAB, prompt
 from tests.policies.recording import PAGE, make_engine
 from tests.retrieval.drafts import edit, make_draft
 
-COUNT, LAYERS = 4, (1, 2, 3)
-FIELDS = {"num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 1024}
-DRAFT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 1024,
-    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A model with a random draft in its folder, whose vocabulary is every other token."""
-    folder = tmp_path_factory.mktemp("model")
-    path = make_model("llama_group3", folder, **FIELDS)
-    draft = make_draft(folder, draft_vocab_size=30, **DRAFT)
-    edit(draft, d2t=torch.arange(30))
-    draft.rename(Path(path) / DRAFT_FOLDER)
-    return load(path, "cpu")
-
-
-def drafted(model: Model, policy: Policy | None = None, **settings: Any) -> Engine:
-    made = {"draft": "eagle3", "num_draft_tokens": COUNT, **settings}
-    return make_engine(model, policy or Full(), **made)
-
-
-class PlainDraft:
-    """The draft in float64, one token after the other, with a list of keys and values."""
-
-    def __init__(self, path: Path, network: Any) -> None:
-        stored = load_file(path / "model.safetensors")
-        self.config = json.loads((path / "config.json").read_text())
-        self.ids = torch.arange(len(stored["d2t"])) + stored["d2t"]
-        self.w = {n.removeprefix("midlayer."): x.double() for n, x in stored.items()}
-        self.network = network
-        self.embedding = network.get_input_embeddings().weight.detach().double()
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        mean = x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]
-        return x / mean.sqrt() * self.w[name + ".weight"]
-
-    def _turned(self, x: Tensor, position: int) -> Tensor:
-        half = x.shape[-1] // 2
-        angle = position * self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        a, b = x[:, :half], x[:, half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    def _step(self, token: int, position: int, hidden: Tensor) -> tuple[Tensor, int]:
-        w, dim = self.w, self.config["head_dim"]
-        heads, kv = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        embedded = self._norm(self.embedding[token], "input_layernorm")
-        x = torch.cat([embedded, self._norm(hidden, "hidden_norm")])
-        query = self._turned((w["self_attn.q_proj.weight"] @ x).view(heads, dim), position)
-        self.keys.append(self._turned((w["self_attn.k_proj.weight"] @ x).view(kv, dim), position))
-        self.values.append((w["self_attn.v_proj.weight"] @ x).view(kv, dim))
-        mixed = []
-        for head in range(heads):
-            own = head * kv // heads
-            weights = torch.stack([query[head] @ k[own] for k in self.keys]) * dim**-0.5
-            shares = weights.softmax(0)
-            mixed.append(sum(a * v[own] for a, v in zip(shares, self.values, strict=True)))
-        hidden = hidden + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
-        y = self._norm(hidden, "post_attention_layernorm")
-        gated = F.silu(w["mlp.gate_proj.weight"] @ y) * (w["mlp.up_proj.weight"] @ y)
-        hidden = hidden + w["mlp.down_proj.weight"] @ gated
-        best = (w["lm_head.weight"] @ self._norm(hidden, "norm")).argmax()
-        return hidden, int(self.ids[best])
-
-    @torch.no_grad()
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        """The tokens after these, of which the target has computed all but the last."""
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        ids = torch.tensor([tokens[:-1]])
-        states = self.network(ids, output_hidden_states=True).hidden_states
-        features = torch.cat([states[i][0].double() for i in LAYERS], -1)
-        fused = features @ self.w["fc.weight"].T
-        fused = torch.cat([torch.zeros_like(fused[:1]), fused])
-        for position, token in enumerate(tokens):
-            hidden, best = self._step(token, position, fused[position])
-        found = [best]
-        for position in range(len(tokens), len(tokens) + count - 1):
-            hidden, best = self._step(found[-1], position, hidden)
-            found.append(best)
-        return found
+__all__ = ["model"]
 
 
 def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
@@ -146,12 +61,8 @@ def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
     plain = PlainDraft(model.draft, network_of(model))  # type: ignore[arg-type]
     made = list(replayed.made.items())
     assert len(made) > 40
-    for tokens, proposed in [*made[::12], *made[-2:]]:
-        assert plain.propose([*tokens], len(proposed)) == proposed
-
-
-def network_of(_: Model) -> Any:
-    return make_network(make_config("llama_group3", **FIELDS))
+    for tokens, (proposed, own) in [*made[::12], *made[-2:]]:
+        assert plain.propose(tokens, proposed[:-1]) == own
 
 
 @pytest.mark.parametrize(
@@ -242,75 +153,6 @@ def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy, d
     assert statistic < freedom + 3 * (2 * freedom) ** 0.5
 
 
-# The draft chooses, too
-
-
-@dataclass(frozen=True, kw_only=True)
-class At(SpeContext):
-    """SpeContext without a draft: chooses at given lengths and keeps each choice until then."""
-
-    lengths: tuple[int, ...] = ()
-
-    def _due(self, lengths: Any, prompts: Any) -> Any:
-        if isinstance(lengths, Tensor):
-            return torch.isin(lengths, torch.tensor(self.lengths))
-        return torch.isin(torch.from_numpy(lengths), torch.tensor(self.lengths)).numpy()
-
-
-@pytest.mark.parametrize("per_head", [True, False])
-def test_greedy_tokens_are_those_without_speculation_under_the_same_choice_rule(
-    model: Model, per_head: bool
-) -> None:
-    """Blocks begin where rejection ended the ones before; each reads what its newest token chose.
-
-    The reference decodes token by token with the same head, chooses where blocks began, and reads
-    the tokens since beside that choice.
-    """
-    budget = 24
-    policy = SpeContext(token_budget=budget, sink_size=2, window_size=5, per_head=per_head)
-    text, params = prompt(70), {"temperature": 0.0, "ignore_eos": True}
-    guess = served(drafted(model, policy), ((0, text, 40),))  # some text, so that some are right
-    engine = drafted(model, policy)
-    replaying(engine, guess, error=0.1)
-    starts: list[int] = []
-    propose = engine.drafting._model.propose  # type: ignore[union-attr]
-
-    def noted(decodes: list[Sequence], wanted: Any) -> Any:
-        starts.extend(len(sequence.tokens) for sequence in decodes)
-        return propose(decodes, wanted)
-
-    engine.drafting._model.propose = noted  # type: ignore[union-attr,method-assign]
-    found = served(engine, ((0, text, 40),), **params)
-    assert_drafted(found)
-    fields = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-    same_rule = At(**fields | {"refresh_every": COUNT + 1}, lengths=tuple(starts))
-    head = drafted(model).head_runner.head  # type: ignore[union-attr]
-    reference = Engine(model, same_rule, make_engine(model, Full()).config, head=head)
-    wanted = served(reference, ((0, text, 40),), **params)
-    assert found[0].tokens == wanted[0].tokens
-    difference = torch.stack(found[0].logits) - torch.stack(wanted[0].logits)
-    assert difference.abs().max() <= 1e-4
-    assert 1 < found[0].stats().accepted_length < COUNT + 1
-    dense = served(make_engine(model, Full()), ((0, text, 40),), **params)
-    assert (torch.stack(dense[0].logits) - torch.stack(found[0].logits)).abs().max() > 1e-2
-
-
-def test_sequences_within_the_budget_are_read_in_full_beside_longer_ones(model: Model) -> None:
-    policy = SpeContext(token_budget=44, sink_size=2, window_size=5)
-    wanted = served(make_engine(model, Full()), ((0, prompt(20), 24), (0, prompt(80), 30)))
-    engine = drafted(model, policy)
-    replaying(engine, wanted)
-    found = served(engine, ((0, prompt(20), 24), (0, prompt(80), 30)))
-    assert_same(found[:1], wanted[:1])
-    assert found[1].stats().attended_fraction < 0.6
-
-
-def test_a_chosen_step_reads_no_more_than_the_budget(model: Model) -> None:
-    engine = drafted(model, SpeContext(token_budget=24, sink_size=2, window_size=5))
-    request = served(engine, ((0, prompt(90), 10),))[0]
-    assert request.stats().attended_fraction <= 24 / 91
-
-
 # What is refused
 
 
@@ -337,21 +179,6 @@ def test_on_a_cpu_weights_that_only_proposals_depend_on_are_packed(tmp_path: Pat
     features = draft.step(hidden, mixed)[1]
     plain = DraftModel.from_eagle3(path, target).step(hidden, mixed)[1]
     assert 0 < (features - plain).norm() < 0.01 * plain.norm()
-
-
-def test_a_policy_with_another_head_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match="the draft model is the retrieval head"):
-        drafted(model, SpeContext(head="elsewhere"))
-
-
-def test_a_budget_must_hold_the_proposed_tokens(model: Model) -> None:
-    with pytest.raises(ConfigError, match="token_budget 8 must be at least 11"):
-        drafted(model, SpeContext(token_budget=8, sink_size=2, window_size=5))
-
-
-def test_a_choice_that_is_kept_for_steps_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match="keeps data of a sequence from step to step"):
-        drafted(model, SpeContext(token_budget=64, refresh_every=4))
 
 
 def test_unknown_drafts_are_refused(model: Model) -> None:

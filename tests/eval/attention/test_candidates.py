@@ -38,7 +38,6 @@ CALLED = {
 UNUSED = {
     "as_published",
     "capture_key",
-    "check_draft",
     "dense_layers",
     "offloadable",
     "outside_budget",

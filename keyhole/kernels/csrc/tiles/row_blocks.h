@@ -55,7 +55,7 @@ class RowBlocks {
 
     // Whether row b, for each KV head, reads what row b - 1 reads and then newer tokens.
     bool extends(int64_t b) const {
-        if (!a_.out || a_.low_rank || a_.keys.dim_stride != 1) return false;
+        if (a_.low_rank || a_.keys.dim_stride != 1) return false;
         const int64_t before = a_.lengths[b - 1], length = a_.lengths[b];
         if (length < before || (a_.window && length > a_.window)) return false;
         const int32_t* table = a_.table + b * a_.table_stride;
