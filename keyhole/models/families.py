@@ -113,7 +113,8 @@ def _check_sizes(config: Any, name: str) -> None:
     """ModelError for a size that no model has, such as -1 layers."""
     for size in _SIZES:
         value = getattr(config, size, None)
-        if value is not None and not is_count(value):
+        each = value if isinstance(value, list) else [value]  # Gemma 3n's MLPs: one per layer
+        if value is not None and not all(map(is_count, each)):
             raise ModelError(
                 f"the config of {name!r} says {size} {value!r}; it must be a whole number >= 1"
             )

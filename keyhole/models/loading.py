@@ -72,6 +72,9 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
 
+#: Attention of a network while it is made: some classes know only transformers' own kinds then.
+_FIRST = "eager"
+
 _DTYPES: dict[Any, Any] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -173,13 +176,13 @@ def _load_network(
         with _without_report() if is_part or keeps else nullcontext():
             loaded: Any
             if keeps:
-                loaded = gguf_file.load_blocks(found.config, config, number, NAME)
+                loaded = gguf_file.load_blocks(found.config, config, number, _FIRST)
             else:
                 loaded = AutoModelForCausalLM.from_pretrained(
                     found.name,
                     config=config,
                     **({"dtype": number} if found.gguf is None else gguf_file.plain(found, number)),
-                    attn_implementation=NAME,
+                    attn_implementation=_FIRST,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # reported below, with their names
                     **found.options,
@@ -197,7 +200,17 @@ def _load_network(
             f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of "
             f"another shape, the first is {missing[0]}"
         )
+    _attend_by_pages(network)
     return network
+
+
+def _attend_by_pages(network: PreTrainedModel) -> None:
+    """Makes a network call our attention function, as far as its classes call a registered one.
+
+    The others (`own_attention`) keep their masks, and transformers would say so of each.
+    """
+    with _without_report():
+        network.set_attn_implementation(NAME)
 
 
 def _moved(
@@ -256,7 +269,7 @@ def adopt(
     # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
-    copied.set_attn_implementation(NAME)
+    _attend_by_pages(copied)
     return _model(name, copied, place, tokenizer, wanted, adapters)
 
 
@@ -325,7 +338,7 @@ def _say_it_is_a_demonstration(name: str) -> None:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Hides the list of weights of a vision model, which transformers does not load."""
+    """Hides what transformers reports, such as weights of a vision model, which it does not load."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

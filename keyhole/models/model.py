@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.layout import Geometry
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, ModelError
 from keyhole.models import families
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch, LastLayer
@@ -125,9 +125,22 @@ class Model:
                 )
         except LastLayer:
             return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
+        if batch.step is not None:
+            _require_every_layer(batch, str(self.network.config.model_type))
         batch.gather()
         logits: Tensor = out.logits[0]
         return logits
+
+
+def _require_every_layer(batch: Batch, family: str) -> None:
+    """ModelError unless each layer has called our attention function."""
+    called, layers = len(batch.reads), len(batch.cache.geometry.layers)
+    if called != layers:
+        raise ModelError(
+            f"{layers - called} of {layers} attention layers of the family {family!r} compute "
+            "attention in code of their own, and do not call the function that transformers "
+            "has registered for it"
+        )
 
 
 def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -213,13 +213,27 @@ def _shrink_heads(config: Any) -> None:
 
 
 def _shrink_rope(config: Any, old_dim: int) -> None:
-    """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs."""
+    """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs.
+
+    The rotated part of a head keeps about its share, in whole pairs.
+    """
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+        share = rope.get("partial_rotary_factor")
+        if share is not None and share < 1:
+            rope["partial_rotary_factor"] = _in_pairs(share)
+            if getattr(config, "partial_rotary_factor", None) is not None:
+                config.partial_rotary_factor = rope["partial_rotary_factor"]
         for name in ("short_factor", "long_factor"):
             if rope.get(name) is not None:
                 pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
                 rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
+
+
+def _in_pairs(share: float) -> float:
+    """The share of a small head, below 1, that is nearest to this one and made of whole pairs."""
+    pairs = _HEAD_DIM // 2
+    return min(max(round(share * pairs), 1), pairs - 1) / pairs
 
 
 def _shrink_rope_lengths(config: Any, small: Any) -> None:
