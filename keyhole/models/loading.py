@@ -338,7 +338,7 @@ def _say_it_is_a_demonstration(name: str) -> None:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Hides what transformers reports, such as weights of a vision model, which it does not load."""
+    """Hides what transformers reports, such as weights of a vision model that it does not load."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
