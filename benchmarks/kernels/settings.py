@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from keyhole.bench.settings import SHAPES, BenchSettings, Names, require_known
+from keyhole.bench.settings import BenchSettings, Names, require_known
 from keyhole.config import setting
 
 #: Operations of the kernel benchmark, in the order of its table.
@@ -29,8 +30,9 @@ OPS = (
 class KernelSettings(BenchSettings):
     """The kernel benchmark; without paths, all of `benchmarks.kernels.backends` on the device."""
 
-    repeat: int = setting(51, "timed calls of each system")
-    shape: str = setting("llama-3.1-8b", ", ".join(SHAPES))
+    default_shape: ClassVar[str] = "llama-3.1-8b"
+    default_repeat: ClassVar[int] = 51
+
     ops: Names = setting((), f"{', '.join(OPS)}; default: all")  # noqa: RUF009
     paths: Names = setting((), "who computes; default: all this device has")  # noqa: RUF009
 

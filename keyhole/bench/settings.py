@@ -64,18 +64,31 @@ POLICIES = ("full", "delta", "quest", "spe_context", "streaming_llm")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What is timed, on which device."""
+    """Settings of all benchmarks; subclasses define the defaults for None."""
+
+    default_shape: ClassVar[str] = "smoke"
+    default_repeat: ClassVar[int] = 1
 
     contexts: tuple[int, ...] = setting(
-        (2048, 8192, 32768, 131072), f"tokens of a sequence, multiples of {PAGE_SIZE}"
+        (2048, 8192, 32768, 131072),
+        f"tokens of a sequence, multiples of {PAGE_SIZE}",
     )
     batch: int = setting(1, "sequences per step")
-    repeat: int = setting(11, "timed calls of each system")
-    shape: str = setting("llama-3.2-1b", ", ".join(SHAPES))
+    repeat: int = setting(
+        None,
+        "timed calls of each system; None: 11 for decode, 15 for admission",
+    )
+    shape: str = setting(
+        None,
+        f"{', '.join(SHAPES)}; None: llama-3.2-1b",
+    )
     dtype: str = setting("bfloat16", ", ".join(DTYPES))
     device: str = setting("auto", DEVICES)
 
     def __post_init__(self) -> None:
+        for name, value in (("repeat", self.default_repeat), ("shape", self.default_shape)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         right = f"multiples of {PAGE_SIZE} in ascending order"
         pages = [is_count(n, PAGE_SIZE) and n % PAGE_SIZE == 0 for n in self.contexts]
         good = bool(pages) and all(pages) and sorted(set(self.contexts)) == list(self.contexts)
@@ -88,6 +101,9 @@ class BenchSettings:
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(BenchSettings):
     """The decode benchmark."""
+
+    default_shape: ClassVar[str] = "llama-3.2-1b"
+    default_repeat: ClassVar[int] = 11
 
     systems: Names = setting(  # noqa: RUF009
         (),
@@ -111,6 +127,30 @@ class DecodeSettings(BenchSettings):
         for name in ("layers", "token_budget"):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """The benchmark of a question over stored documents that arrives while other requests
+    decode.
+    """
+
+    methods: Names = setting(  # noqa: RUF009
+        ("sam_kv", "reuse"), "reuse methods, with settings as in sam_kv:update=fusion"
+    )
+    documents: int = setting(4, "number of stored documents in the question")
+    tokens: int = setting(3000, "tokens of each document, drawn at random")
+    question: int = setting(24, "tokens of the question")
+    others: int = setting(7, "other requests, which decode in the meantime")
+    prompt: int = setting(4000, "tokens of each of the other prompts")
+    repeat: int = setting(15, "number of questions, one after another")
+    device: str = setting("auto", DEVICES)
+
+    def __post_init__(self) -> None:
+        require_counts(self, "documents", "tokens", "question", "others", "prompt", "repeat")
+        named = parse(",".join(self.methods))
+        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
+        require(bool(self.methods), "methods", self.methods, "at least one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Measures this machine: decode steps next to transformers (decode), or load on a running server
-(serve).
+"""Measures this machine: decode steps next to transformers (decode), how long steps of other
+requests take while a question over stored documents is admitted (admission), or load on a running
+server (serve).
 
-All systems of a run take turns and must agree before they are timed. Every run adds a line with its
-machine, versions and settings to --output.
+admission uses the bundled model. All systems of a run take turns and must agree before
+they are timed. Every run adds a line with its machine, versions and settings to --output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from keyhole.bench.settings import DecodeSettings, ServeSettings
+import keyhole
+from keyhole.bench.settings import (
+    AdmissionSettings,
+    BenchSettings,
+    DecodeSettings,
+    ServeSettings,
+)
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, Output, check_outputs
 from keyhole.config import bytes_text
@@ -29,16 +36,26 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 #: Columns, and the number of leading columns that are names.
 Table = tuple[Columns, int]
 
-#: Benchmarks by name, and their settings, of which no two have one in common.
-SETTINGS: dict[str, type[Any]] = {"decode": DecodeSettings, "serve": ServeSettings}
+#: Benchmarks by name: their settings, and the flags that only they have.
+SETTINGS: dict[str, type[Any]] = {
+    "decode": DecodeSettings,
+    "admission": AdmissionSettings,
+    "serve": ServeSettings,
+}
+_OWN = {
+    "decode": ("systems", "token_budget", "layers"),
+    "admission": ("methods", "documents", "tokens", "question", "others", "prompt"),
+    "serve": tuple(field.name for field in dataclasses.fields(ServeSettings)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
     parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(SETTINGS))
     add_common(parser)
-    for benchmark, settings in SETTINGS.items():
-        flags.add_settings(parser, settings, f"{benchmark} only")
+    flags.add_settings(parser, BenchSettings, "what is measured")
+    for benchmark, names in _OWN.items():
+        flags.add_settings(parser, SETTINGS[benchmark], f"{benchmark} only", names)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +86,14 @@ def _decode(settings: DecodeSettings, report: Report) -> dict[str, Any]:
     return decode.run(settings, report)
 
 
+def _admission(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
+    from keyhole.bench import admission, measure
+    from keyhole.models.loading import load
+
+    model = load(keyhole.tiny(), str(measure.device(settings.device)))
+    return admission.run(model, settings, report)
+
+
 def _serve(settings: ServeSettings, report: Report) -> dict[str, Any]:
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("keyhole bench serve needs more packages: pip install 'keyhole[bench]'")
@@ -89,6 +114,7 @@ def _flat(result: dict[str, Any]) -> dict[str, Any]:
 
 _RUNS: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "decode": _decode,
+    "admission": _admission,
     "serve": _serve,
 }
 
@@ -142,11 +168,14 @@ def measured(
 
 def _check_own(arguments: argparse.Namespace, name: str) -> None:
     """Refuses flags of another benchmark."""
-    for other, settings in SETTINGS.items():
-        for field in dataclasses.fields(settings) if other != name else ():
-            if getattr(arguments, field.name) is not None:
-                flag = field.name.replace("_", "-")
-                raise ConfigError(f"--{flag} is for `keyhole bench {other}`, not for {name}")
+    owners: dict[str, list[str]] = {}
+    for benchmark, cls in SETTINGS.items():
+        for field in dataclasses.fields(cls):
+            owners.setdefault(field.name, []).append(benchmark)
+    for field_name, benchmarks in owners.items():
+        if name not in benchmarks and getattr(arguments, field_name) is not None:
+            right = " and ".join(f"`keyhole bench {benchmark}`" for benchmark in benchmarks)
+            raise ConfigError(f"--{field_name} is for {right}, not for {name}")
 
 
 def milliseconds(value: float) -> str:
@@ -171,6 +200,18 @@ _DECODE: Columns = (
 )
 
 
+_ADMISSION: Columns = (
+    ("reuse", "method", str),
+    ("stored", "stored_tokens", "{:,}".format),
+    ("step", "step_ms", milliseconds),
+    ("longest", "longest_ms", milliseconds),
+    ("longest / median", "longest_ratio", "{:.2f}".format),
+    ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
+    ("the worst", "worst_cpu_ratio", "{:.2f}".format),
+    ("without a question", "noise_ratio", "{:.2f}".format),
+    ("first token", "ttft_ms", milliseconds),
+    ("alone", "alone_ms", milliseconds),
+)
 _SERVE: Columns = (
     ("answered", "answered", "{:,}".format),
     ("unfinished", "unfinished", "{:,}".format),
@@ -183,6 +224,7 @@ _SERVE: Columns = (
 )
 _TABLES: dict[str, Table] = {
     "decode": (_DECODE, 2),
+    "admission": (_ADMISSION, 1),
     "serve": (_SERVE, 0),
 }
 

@@ -173,6 +173,7 @@ class Runner:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
+        self._unverified = None  # of a step that failed before its tokens were taken
         if batch.recurrent is not None and plan.drafts:
             self._unverified = batch.recurrent, [(s, s.num_computed) for s in plan.decodes]
         return reads

@@ -160,7 +160,10 @@ def main() -> None:
     parser.add_argument("--examine-every", type=_count, default=2_000_000, help="tokens")
     parser.add_argument("--examine-items", type=int, default=16, help="per task and length")
     parser.add_argument("--examine-lengths", type=int, nargs="+", default=[512, 2048])
-    train(TrainerSettings(**vars(parser.parse_args())))
+    arguments = parser.parse_args()
+    if arguments.start is not None and arguments.match_layers is not MATCH_LAYERS:
+        parser.error("--match-layers sets initial weights, and --start has its own; leave one out")
+    train(TrainerSettings(**vars(arguments)))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_a_second_selection_layer_serves_those_behind_it() -> None:
     served = [(1, 2), (1, 3), (4, 5), (4, 6), (4, 7)]
     for name, kept in (("mass", "recall"), ("error", "error")):
         mean = sum(found[kept][chooser][layer] for chooser, layer in served) / len(served)
+        # A measurement is stored with four digits, so each term is off by 5e-5 at most.
         assert found["costs"]["4"][name] == pytest.approx(mean, abs=1e-4)
     shifts = found["shift"][2:]
     assert found["placed"]["shift"] == 2 + shifts.index(max(shifts))

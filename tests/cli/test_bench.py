@@ -19,6 +19,35 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
+def test_admission_prints_the_delay_of_other_requests(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "admission.jsonl"
+    given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")
+    more = ("--prompt", "100", "--repeat", "3", "--methods", "epic:num_initial=8,reuse")
+    done = run("bench", "admission", *given, *more, "--output", str(output))
+    assert done.status == 0, done.err
+    assert "longest / median" in done.out
+    assert done.out.count("longest step / median while ") == 4
+    assert done.out.count("of all questions / median while ") == 2
+    line = json.loads(output.read_text())
+    assert line["settings"]["methods"] == ["epic:num_initial=8", "reuse"]
+    assert len(line["bars"]) == 6
+    for number, found in enumerate(line["results"]):
+        assert found["stored_tokens"] == 400
+        assert len(found["all_rounds"]) == len(found["all_alone_ms"]) == 3
+        for one in found["all_rounds"]:
+            assert one["steps"] > 1
+            assert one["longest_ms"] <= one["ttft_ms"]
+            assert one["longest_ratio"] == pytest.approx(one["longest_ms"] / one["step_ms"])
+            assert one["longest_cpu_ratio"] > 0
+        names = ("longest_ratio", "longest_cpu_ratio")
+        for name, bar in zip(names, line["bars"][3 * number :][:2], strict=True):
+            middle = sorted(one[name] for one in found["all_rounds"])[1]
+            assert found[name] == bar["value"] == middle
+            assert bar["met"] == (middle <= 2)
+        worst = max(one["longest_cpu_ratio"] for one in found["all_rounds"])
+        assert found["worst_cpu_ratio"] == line["bars"][3 * number + 2]["value"] == worst
+
+
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "decode.jsonl"
     given = ("--systems", "transformers_sdpa,delta", "--layers", "2", "--device", "cpu", "--json")
@@ -36,9 +65,10 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     [
         (("decod",), "unknown benchmark 'decod'; did you mean 'decode'?"),
         (("offload",), "unknown benchmark 'offload'"),
-        (("serve", "--systems", "full"), "--systems is for `keyhole bench decode`"),
-        (("serve", "--token-budget", "9"), "--token-budget is for `keyhole bench decode`"),
-        (("decode", "--requests", "2"), "--requests is for `keyhole bench serve`"),
+        (("admission", "--systems", "full"), "--systems is for `keyhole bench decode`"),
+        (("admission", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
+        (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
+        (("admission", "--documents", "0"), "documents 0 must be at least 1"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),
         (("decode", "--systems", "qest", *SMALL), "did you mean 'quest'?"),

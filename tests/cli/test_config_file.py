@@ -115,7 +115,7 @@ def test_a_completion_knows_commands_and_flags(shell: str, run: Run) -> None:
         ("documents ask --reuse e", {"epic"}),
         ("methods sa", {"sam_kv"}),
         ("eval --suite p", {"paper"}),
-        ("bench ", {"decode", "serve"}),
+        ("bench ", {"decode", "admission"}),
         ("completion f", {"fish"}),
     ],
 )

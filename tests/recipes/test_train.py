@@ -16,7 +16,7 @@ from recipes.tiny_model.initial import (
 )
 from recipes.tiny_model.network import llama_config, supervised_logits
 from recipes.tiny_model.optimizers import Optimizers, planned
-from recipes.tiny_model.train import only_run, run, train
+from recipes.tiny_model.train import main, only_run, run, train
 from recipes.tiny_model.trainer import Ranks, TrainerSettings
 
 STEPS = 3 * 2048
@@ -125,3 +125,10 @@ def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
                 assert difference <= 1e-3 * value.abs().max()
                 compared += bool(value.any())
     assert compared > 20  # the others are zero: behind output projections that start at zero
+
+
+def test_match_layers_are_for_initial_weights_only(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train", "--start", "nowhere", "--match-layers", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--match-layers sets initial weights, and --start has its own" in capsys.readouterr().err

@@ -116,6 +116,7 @@ def test_the_loss_is_the_weighted_divergence_of_the_steps() -> None:
         )
         total += DECAY**step * _weighted(targets, step, (wanted * (wanted.log() - found)).sum(-1))
         weight += DECAY**step
+    # The loss is computed in float32, the sum here in float64.
     assert eagle_loss(draft, targets)[0].item() == pytest.approx(total / weight, rel=1e-5)
 
 
@@ -207,8 +208,10 @@ def test_its_attention_for_proposed_tokens_is_compared_with_the_target_s(tmp_pat
                 mass += wanted.sum().item()
         divergences.append(total / mass)
     drafting, apart = eagle_loss(draft, targets)
+    # The draft runs in float32 for up to three steps, each on the output of the one before.
     assert apart.item() == pytest.approx(sum(divergences) / 3, rel=1e-4)
     loss, _ = second._loss(targets, Random(0))
+    # The same two numbers, added in float32.
     assert loss.item() == pytest.approx(drafting.item() + 0.5 * apart.item(), rel=1e-6)
 
 

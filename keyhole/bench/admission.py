@@ -5,38 +5,29 @@ their steps. The result is the longest step until the question's first token, di
 of the steps just before the question. The same number of steps without a question is measured in
 the same way, to show the noise of the machine. On a CPU the measurement is repeated with the CPU
 time of this process, which other processes do not affect. The same question alone shows the cost of
-cutting the work into parts. The model is the bundled one.
-
-    python -m benchmarks.document_reuse.admission --output benchmarks/results/admission.jsonl
+cutting the work into parts.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-import keyhole
-from benchmarks import command
 from keyhole.bench import measure
 from keyhole.bench.measure import Report, Result
-from keyhole.bench.settings import DEVICES, Names
-from keyhole.cli.bench import Columns, milliseconds
-from keyhole.config import SamplingParams, require, require_counts, setting
+from keyhole.bench.settings import AdmissionSettings
+from keyhole.config import SamplingParams
 from keyhole.engine.sequence import Sequence
 from keyhole.llm import LLM
-from keyhole.models.loading import load
 from keyhole.models.model import Model
-from keyhole.registry import parse, written
 
 #: Untimed steps after the prompts of the others.
 _WARM_UP = 40
@@ -45,49 +36,13 @@ _STEPS = 40
 #: Largest allowed ratio of a step to the median while a question is admitted.
 _MOST = 2.0
 
-_COLUMNS: Columns = (
-    ("reuse", "method", str),
-    ("stored", "stored_tokens", "{:,}".format),
-    ("step", "step_ms", milliseconds),
-    ("longest", "longest_ms", milliseconds),
-    ("longest / median", "longest_ratio", "{:.2f}".format),
-    ("of CPU time", "longest_cpu_ratio", "{:.2f}".format),
-    ("the worst", "worst_cpu_ratio", "{:.2f}".format),
-    ("without a question", "noise_ratio", "{:.2f}".format),
-    ("first token", "ttft_ms", milliseconds),
-    ("alone", "alone_ms", milliseconds),
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class AdmissionSettings:
-    """How many requests decode, and over what the question is asked."""
-
-    methods: Names = setting(  # noqa: RUF009
-        ("sam_kv", "reuse"), "reuse methods, with settings as in sam_kv:update=fusion"
-    )
-    documents: int = setting(4, "number of stored documents in the question")
-    tokens: int = setting(3000, "tokens of each document, drawn at random")
-    question: int = setting(24, "tokens of the question")
-    others: int = setting(7, "other requests, which decode in the meantime")
-    prompt: int = setting(4000, "tokens of each of the other prompts")
-    repeat: int = setting(15, "number of questions, one after another")
-    device: str = setting("auto", DEVICES)
-
-    def __post_init__(self) -> None:
-        require_counts(self, "documents", "tokens", "question", "others", "prompt", "repeat")
-        named = parse(",".join(self.methods))
-        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
-        require(bool(self.methods), "methods", self.methods, "at least one")
-
-
-def run(settings: AdmissionSettings, report: Report) -> dict[str, Any]:
+def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, Any]:
     """Measures every method; returns the part of a line of results that is specific to this
     benchmark.
 
-    Passes each method's result to `report`.
+    model: the bundled model. Passes each method's result to `report`.
     """
-    model = load(keyhole.tiny(), str(measure.device(settings.device)))
     bandwidth = measure.read_bandwidth(model.device)
     line: dict[str, Any] = {
         "settings": asdict(settings) | {"warm_up": _WARM_UP, "steps": _STEPS},
@@ -229,18 +184,3 @@ class _Case:
     def _tokens(self, count: int) -> dict[str, list[int]]:
         ids = self._random.integers(3, self._llm.engine.model.vocab_size, count)
         return {"prompt_token_ids": ids.tolist()}
-
-
-#: Runs the benchmark with the given flags, or those of this process; returns its exit status.
-main = functools.partial(
-    command.main,
-    "benchmarks.document_reuse.admission",
-    AdmissionSettings,
-    run,
-    about=__doc__,
-    table=(_COLUMNS, 1),
-)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
