@@ -57,6 +57,7 @@ def any_llama(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs what `make bench-peers` sets up")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("any_llama")
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_is_the_same_model_over_the_same_past(
