@@ -126,7 +126,22 @@ SCRATCH = (
         mix={"stream": 0.3, "questions": 1, "direct": 0.2, "walk": 0.5, "walk2": 2, "derive": 1},
         reach=1024,
     ),
-    *(replace(stage, until=stage.until + 1e6) for stage in HOPS[1:]),
+    *(replace(stage, until=stage.until + 1e6) for stage in HOPS[1:-1]),
+    replace(HOPS[-1], until=13e6),
+    Stage(
+        until=float("inf"),
+        batch=6144,
+        lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1, 8192: 0.3},
+        mix={
+            "questions": 1.2,
+            "direct": 0.4,
+            "walk": 0.4,
+            "walk2": 1.5,
+            "walk3": 0.3,
+            "derive": 2.2,
+        },
+        reach=15000,
+    ),
 )
 """From weights without a look-up to a model that does several in one step."""
 
