@@ -33,16 +33,16 @@ static inline void score_columns(const float* query, int64_t D, const T* keys, i
         }
 }
 
-// K: keys and values. T: queries and results.
-template <class K, class T = K>
+// K: keys and values. T: queries and results. Form: how queries are kept.
+template <class K, class T = K, class Form = QueryForm<K>>
 class Attention {
-    using Query = typename Product<K>::Query;
+    using Query = typename Form::Number;
     static constexpr bool kScaled = Scaled<K>::bytes != 0;
 
   public:
     explicit Attention(const Attend& a)
         : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size), row_blocks_(a) {
-        query_stride_ = rounded_up(a.D, Product<K>::step);
+        query_stride_ = Form::size(a.D);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
         num_lists_ = row_blocks_.count() * a.Hkv;
         first_task_ = static_cast<int64_t*>(workspace(0, (3 * num_lists_ + 2) * sizeof(int64_t)));
@@ -62,8 +62,8 @@ class Attention {
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
-            keep_query<T, K>(static_cast<const T*>(a.query) + i * a.D, a.D,
-                             query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
+            Form::keep(static_cast<const T*>(a.query) + i * a.D, a.D,
+                       query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
         part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * part_size() * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
@@ -189,14 +189,17 @@ class Attention {
 
     void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,
               const Rows& rows) const {
-        Tiles<K> tiles(source, begin, end, a_.D + a_.Dv);
-        const auto over = [&](const Tile<K>& tile, const Scales* scales) {
+        constexpr int N = Form::tokens;
+        Tiles<K, N> tiles(source, begin, end, a_.D + a_.Dv);
+        const auto over = [&](const Tile<K, N>& tile, const Scales* scales) {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
-            attend_tile<K>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+            attend_tile(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
                            a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
         };
         for (; tiles.left(); tiles.advance()) {
-            if constexpr (kScaled) {
+            if constexpr (Form::reads_scales) {
+                over(tiles.tile(), nullptr);
+            } else if constexpr (kScaled) {
                 Scales scales;
                 read_scales(tiles.tile(), a_.D, a_.Dv, rows.out, scales);
                 over(tiles.tile(), &scales);
