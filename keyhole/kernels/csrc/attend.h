@@ -55,7 +55,7 @@ class Attention {
             const int64_t chunks = (length(i) + size - 1) / size;
             left_[i] = chunks > 1 ? chunks : 1;
             first_task_[i + 1] = first_task_[i] + left_[i];
-            first_part_[i + 1] = first_part_[i] + left_[i] * rows * G_;
+            first_part_[i + 1] = first_part_[i] + left_[i] * part_size(rows * G_);
             tokens += length(i) * rows;
         }
         num_tasks_ = first_task_[num_lists_];
@@ -64,7 +64,7 @@ class Attention {
         for (int64_t i = 0; i < a.B * a.Hq; i++)
             Form::keep(static_cast<const T*>(a.query) + i * a.D, a.D,
                        query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
-        part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * part_size() * 4));
+        part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
         if (a.low_rank) {
@@ -132,12 +132,15 @@ class Attention {
                 low_rank};
     }
 
-    // Numbers that a row stores per split.
-    int64_t part_size() const { return out_stride_ + Vector::width + 1; }
+    // Numbers that so many rows store per split: whole cache lines, as another thread writes those of
+    // the next split.
+    int64_t part_size(int64_t rows) const {
+        return rounded_up(rows * (out_stride_ + Vector::width + 1), 16);
+    }
 
     Rows part(int64_t task, int64_t list) const {
         const int64_t rows = row_blocks_.rows(list / a_.Hkv) * G_;
-        float* p = part_ + (first_part_[list] + (task - first_task_[list]) * rows) * part_size();
+        float* p = part_ + first_part_[list] + (task - first_task_[list]) * part_size(rows);
         float *weight = p + rows * out_stride_, *largest = weight + rows * Vector::width;
         return {rows, out_stride_, largest, weight, out_stride_ ? p : nullptr};
     }
@@ -260,7 +263,7 @@ class Attention {
         const int64_t splits = first_task_[list + 1] - first_task_[list];
         const Rows rows = part(first_task_[list], list);
         for (int64_t row = 0; row < rows.count; row++)
-            join(rows.some(row, 1), splits, rows.count * part_size(), first + row / G_,
+            join(rows.some(row, 1), splits, part_size(rows.count), first + row / G_,
                  h * G_ + row % G_);
     }
 
@@ -343,7 +346,7 @@ class Attention {
     // A list: what a block of rows reads of a KV head.
     int64_t query_stride_, out_stride_, num_lists_, num_tasks_, block_;
     bool parallel_;
-    // Of each list: its first split, the first row of its splits, splits not yet finished.
+    // Of each list: its first split, where the numbers of its splits begin, splits not yet finished.
     int64_t *first_task_, *first_part_, *left_;
     Query* query_;
     float* plain_query_ = nullptr;  // for keys that are columns
