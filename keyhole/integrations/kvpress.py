@@ -34,8 +34,8 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
-from keyhole.config import is_count, require
-from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError, UnknownNameError
+from keyhole.config import is_count, require, require_known
+from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
@@ -189,8 +189,7 @@ class PressCell:
 
     def __post_init__(self) -> None:
         require(is_count(self.samples), "samples", self.samples, "at least 1")
-        if self.setup not in SETUPS:
-            raise UnknownNameError("setup", self.setup, SETUPS)
+        require_known("setup", self.setup, SETUPS)
 
 
 class PressEvaluation:

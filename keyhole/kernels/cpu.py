@@ -77,16 +77,23 @@ def takes(*tensors: Tensor) -> bool:
 
     Pages may be quantised, all of them in the same way, whatever the dtype of the rest.
     """
-    floats = [x for x in tensors if x.is_floating_point()]
-    rows = [x for x in tensors if x.dim() == 4 and is_quantised(x)]
-    return (
-        current() != REFERENCE
-        and all(x.is_cpu for x in tensors)
-        and all(x.dtype in DTYPES and x.dtype == floats[0].dtype for x in floats)
-        and all(x.dtype == rows[0].dtype for x in rows)
-        and all(x.stride(-1) == 1 for x in (*floats, *rows))
-        and all(x.shape[2] <= _MAX_PAGE_SIZE for x in (*floats, *rows) if x.dim() == 4)
-    )
+    if current() == REFERENCE:
+        return False
+    float_dtype = page_dtype = None
+    for x in tensors:  # in one pass, as it precedes every operation
+        dtype, paged = x.dtype, x.dim() == 4
+        if dtype in DTYPES:
+            same = dtype == (float_dtype := float_dtype or dtype)
+        elif paged and is_quantised(x):
+            same = dtype == (page_dtype := page_dtype or dtype)
+        elif x.is_cpu and not dtype.is_floating_point:
+            continue
+        else:
+            return False
+        fits = not paged or x.shape[2] <= _MAX_PAGE_SIZE
+        if not (x.is_cpu and same and fits and x.stride(-1) == 1):
+            return False
+    return True
 
 
 def takes_floats(*tensors: Tensor) -> bool:
