@@ -90,7 +90,8 @@ class RemoteStorage:
                 found = self._system.ls(self._full(folder), detail=True)
             except FileNotFoundError:  # no object in it yet
                 return {}
-        return {info["name"].rpartition("/")[2]: _entry(info) for info in found if _is_file(info)}
+        listed = (info for info in found if info.get("type", "file") == "file")
+        return {info["name"].rpartition("/")[2]: _entry(info) for info in listed}
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
         """See `StorageBackend`."""
@@ -242,10 +243,6 @@ def _seconds(time: Any) -> float | None:
     if isinstance(time, datetime):
         return time.timestamp()
     return float(time) if isinstance(time, int | float) else None
-
-
-def _is_file(info: dict[str, Any]) -> bool:
-    return bool(info.get("type", "file") == "file")
 
 
 def _line(error: BaseException) -> str:
