@@ -119,8 +119,8 @@ def verdicts(outcomes: Sequence[DemoOutcome]) -> list[str]:
     Tasks that full attention answers wrongly are left out.
     """
     right = {(one.policy, one.is_control, one.task): one.correct for one in outcomes}
-    tasks = dict.fromkeys(one.task for one in outcomes)
-    known = [task for task in tasks if right.get((Full.name, False, task), True)]
+    asked = dict.fromkeys(one.task for one in outcomes)
+    known = [task for task in asked if right.get((Full.name, False, task), True)]
     lines = []
     for method in dict.fromkeys(one.policy for one in outcomes if one.is_control):
         found: dict[tuple[bool, bool], list[str]] = {}

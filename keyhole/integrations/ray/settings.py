@@ -95,7 +95,7 @@ def read_settings(given: Mapping[str, Any]) -> RaySettings:
     for name in given:
         _check_name(name, [*known_settings()])
     found = RaySettings(
-        **{name: str(given[name]) for name in ("model", "device", "dtype") if name in given},
+        **_texts(given),
         policy=_policy(given.get("policy")),
         adapters=_adapters(given.get("adapters")),
         documents=None if given.get("documents") is None else str(given["documents"]),
@@ -113,6 +113,10 @@ def known_settings() -> dict[str, str]:
     fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
     ours = {one.name: help_of(one) for one in fields if one.name not in _RAYS}
     return {**_MODEL, **ours, **_DEPLOYMENT, **_AUTOSCALING, **_ACTOR}
+
+
+def _texts(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(given[name]) for name in ("model", "device", "dtype") if name in given}
 
 
 def _check_name(name: str, known: list[str]) -> None:

@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     read_field,
 )
 
-from keyhole.errors import ModelError
+from keyhole.errors import ModelError, one_line
 from keyhole.models import checkpoint, families
 from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
@@ -120,7 +120,7 @@ def open_file(path: Path) -> Any:
             end = -(-(end + int(tensor.n_bytes)) // int(reader.alignment)) * int(reader.alignment)
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelError(
-            f"the file {str(path)!r} cannot be read: {type(error).__name__}: {error}; {DAMAGED}"
+            f"the file {str(path)!r} cannot be read: {one_line(error)}; {DAMAGED}"
         ) from error
     return reader
 
