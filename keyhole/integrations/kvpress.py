@@ -355,7 +355,8 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     bundled = is_tiny(arguments.model)
     parsed = parse(arguments.tasks, bundled=bundled)
     tasks = answered(parsed, "forces a text, which is not supported with presses")
-    lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
+    lengths = _numbers(arguments.lengths, "--lengths")
+    setups = [part.strip() for part in arguments.setup.split(",")]
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
 
@@ -369,10 +370,6 @@ def _settings(spec: Spec) -> dict[str, Any]:
             f"settings in {spec.text!r} must be numbers, true or false, such as "
             "snapkv:window_size=32"
         ) from error
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
 
 
 def _numbers(text: str, flag: str) -> list[int]:

@@ -346,12 +346,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As the reference."""
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
-    out = x.new_empty(*x.shape[:-1], len(weight))
+    num_outputs, num_inputs = weight.shape
+    out = x.new_empty(*x.shape[:-1], num_outputs)
     extension.linear(
         DTYPES[x.dtype],
-        len(rows),
-        weight.shape[1],
-        len(weight),
+        rows.shape[0],
+        num_inputs,
+        num_outputs,
         rows.data_ptr(),
         rows.stride(0),
         weight.data_ptr(),
