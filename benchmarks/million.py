@@ -53,8 +53,8 @@ import keyhole
 from benchmarks import command
 from keyhole.bench import measure
 from keyhole.bench.model import make_weights, release_memory
-from keyhole.bench.settings import PAGE_SIZE, SHAPES, DecodeSettings, require_known, specs
-from keyhole.config import EngineConfig, SamplingParams, bytes_text, parse_bytes
+from keyhole.bench.settings import PAGE_SIZE, SHAPES, DecodeSettings, specs
+from keyhole.config import EngineConfig, SamplingParams, bytes_text, parse_bytes, require_known
 from keyhole.engine.engine import Engine
 from keyhole.engine.head_runner import load_head
 from keyhole.errors import CapacityError
@@ -146,7 +146,8 @@ def main() -> int:
 def _cases(arguments: argparse.Namespace) -> list[list[MillionSettings]]:
     """The settings of each process, short ones first."""
     shapes, lengths = arguments.shapes.split(","), sorted(map(int, arguments.lengths.split(",")))
-    require_known("shape", shapes, (BUNDLED, *SHAPES))
+    for shape in shapes:
+        require_known("shape", shape, (BUNDLED, *SHAPES))
     given = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
     return [
         [

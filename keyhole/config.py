@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -44,8 +44,7 @@ def from_settings(cls: type[Any], kind: str, given: dict[str, Any]) -> Any:
     """`cls(**given)`; an unknown field is refused by name, with the nearest suggested."""
     names = [field.name for field in dataclasses.fields(cls)]
     for name in given:
-        if name not in names:
-            raise UnknownNameError(f"setting of {kind}", name, names)
+        require_known(f"setting of {kind}", name, names)
     return cls(**given)
 
 
@@ -135,6 +134,12 @@ def require(good: bool, name: str, value: object, right: str) -> None:
     """Raises ConfigError "name value must be right" unless `good`."""
     if not good:
         raise ConfigError(f"{name} {value!r} must be {right}")
+
+
+def require_known(kind: str, name: object, known: Collection[str]) -> None:
+    """Raises UnknownNameError, with the nearest name, unless `name` is one of the known ones."""
+    if name not in known:
+        raise UnknownNameError(kind, str(name), known)
 
 
 def is_count(value: object, least: int = 1) -> bool:
@@ -404,8 +409,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
-        if self.kv_dtype not in KV_DTYPES:
-            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
+        require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (self.draft or DRAFTS[0]).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):
             raise UnknownNameError("draft", str(self.draft), DRAFTS)

@@ -6,7 +6,7 @@
     ├── ModelError              cannot be found, read or supported          (a ValueError)
     ├── RequestError            one request that cannot be served           (a ValueError)
     │   ├── PromptTooLongError  more tokens than the model can take
-    │   └── RecordError         a stored document that cannot be read (cache/document_problem.py)
+    │   └── RecordError         a stored document that cannot be read (documents/integrity.py)
     ├── CapacityError           memory is out; says what helps              (a MemoryError)
     │   └── StorageFullError    the disk, or the limit of stored documents
     └── NumericalError          the model gave NaN or infinite logits       (an ArithmeticError)
@@ -27,6 +27,12 @@ class KeyholeError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Some classes make their message of other arguments, and a copy has the message alone.
         return _again, (type(self), self.args), self.__dict__ or None
+
+
+def one_line(error: BaseException) -> str:
+    """Any library's error as a message has it: its type and its first line."""
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def _again(cls: type[KeyholeError], arguments: tuple[Any, ...]) -> KeyholeError:

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
+from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.device_map import DeviceMap
 from keyhole.models.loading import adopt, load
@@ -129,8 +129,7 @@ def measure(config: Any, name: str = "this model") -> Exactness:
     except KeyholeError as refused:
         return Exactness(family, None, str(refused))
     except Exception as failed:  # noqa: BLE001 - any error of a family's code is a refusal
-        line = (str(failed).strip().splitlines() or ["no message"])[0]
-        return Exactness(family, None, f"a small model fails with {type(failed).__name__}: {line}")
+        return Exactness(family, None, f"a small model fails with {one_line(failed)}")
     if error < TOLERANCE:
         return Exactness(family, error)
     return Exactness(
@@ -162,8 +161,7 @@ def measure_family(family: str) -> Exactness:
     try:
         config = text_part(CONFIG_MAPPING[family](**_EXAMPLES.get(family, {})))
     except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
-        line = (str(failed).strip().splitlines() or ["no message"])[0]
-        return Exactness(family, None, f"its default config fails: {type(failed).__name__}: {line}")
+        return Exactness(family, None, f"its default config fails: {one_line(failed)}")
     verdict, _ = _known(config, family)
     return dataclasses.replace(verdict, family=family)
 

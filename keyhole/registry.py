@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from keyhole.config import SCALARS, from_settings, is_count, kind_of, read_setting
+from keyhole.config import SCALARS, from_settings, is_count, kind_of, read_setting, require_known
 from keyhole.errors import ConfigError, UnknownNameError
 
 Method = TypeVar("Method")
@@ -248,8 +248,7 @@ class SettingsFile:
             )
         known = {one.name: one for one in dataclasses.fields(cls)}
         for name, value in stored.items():
-            if name not in known:
-                raise UnknownNameError(f"field of {str(path)!r}", name, known)
+            require_known(f"field of {str(path)!r}", name, known)
             right = _wrong(str(known[name].type), value)
             if right:
                 raise ConfigError(f"{str(path)!r}: {name} {value!r} must be {right}")
@@ -304,8 +303,7 @@ def from_json(
     known = {one.name: one for one in dataclasses.fields(cls)}
     settings = {}
     for name, value in stored.items():
-        if name not in known:
-            raise UnknownNameError(f"setting of {kind} in {str(path)!r}", name, known)
+        require_known(f"setting of {kind} in {str(path)!r}", name, known)
         right = _wrong(str(known[name].type), value)
         if right:
             raise ConfigError(f"{str(path)!r}: {name} {value!r} must be {right}")

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Generator
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -40,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             places = map(list.index, lists, item.callspec._idlist)
             if sum(places) % item.get_closest_marker("one_in").args[0]:
                 item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is looked for while modules are imported: it took a sixth of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

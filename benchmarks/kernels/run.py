@@ -31,8 +31,8 @@ from benchmarks.kernels.settings import KernelSettings
 from benchmarks.kernels.targets import ratio_targets
 from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
-from keyhole.bench.settings import PAGE_SIZE, SHAPES, require_known
-from keyhole.config import bytes_text
+from keyhole.bench.settings import PAGE_SIZE, SHAPES
+from keyhole.config import bytes_text, require_known
 from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 
@@ -72,7 +72,8 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     """
     device = measure.device(settings.device)
     names = settings.paths or backends.paths(device)
-    require_known("path", names, backends.paths(device))
+    for name in names:
+        require_known("path", name, backends.paths(device))
     _check_room(settings, device)
     bandwidth, copying = measure.read_bandwidth(device), _copy_bandwidth(device)
     with device:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keyhole.bench.settings import BenchSettings, Names, require_known
-from keyhole.config import setting
+from keyhole.bench.settings import BenchSettings, Names
+from keyhole.config import require_known, setting
 
 #: Operations of the kernel benchmark, in the order of its table.
 OPS = (
@@ -39,4 +39,5 @@ class KernelSettings(BenchSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "ops", self.ops or OPS)
-        require_known("operation", self.ops, OPS)
+        for name in self.ops:
+            require_known("operation", name, OPS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.bench.settings import DEVICES, PAGE_SIZE, SHAPES, Names, require_known, specs
-from keyhole.config import is_count, require, require_counts, setting
+from keyhole.bench.settings import DEVICES, PAGE_SIZE, SHAPES, Names, specs
+from keyhole.config import is_count, require, require_counts, require_known, setting
 
 BUNDLED = ("tiny", "tiny-hops")
 
@@ -47,7 +47,7 @@ class OffloadSettings:
     def __post_init__(self) -> None:
         counts = all(is_count(budget) for budget in self.budgets) and bool(self.budgets)
         good = counts and sorted(set(self.budgets)) == list(self.budgets)
-        require_known("model", [self.model], BUNDLED)
+        require_known("model", self.model, BUNDLED)
         require(good, "budgets", self.budgets, "numbers of tokens in ascending order")
         object.__setattr__(self, "policies", specs(self.policies))
         require(bool(self.policies), "policies", self.policies, "at least one")
@@ -57,4 +57,4 @@ class OffloadSettings:
         require(pages, "context", self.context, f"a multiple of {PAGE_SIZE}")
         fits = self.memory is None or self.context is not None
         require(fits, "memory", self.memory, "left out without context: it is for that model")
-        require_known("shape", [self.shape], SHAPES)
+        require_known("shape", self.shape, SHAPES)

@@ -23,8 +23,8 @@ from keyhole.bench import decode, measure
 from keyhole.bench.decode import TOLERANCE
 from keyhole.bench.measure import Report, Turn, take_turns
 from keyhole.bench.model import Weights, make_weights
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, require_known
-from keyhole.config import SamplingParams
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
+from keyhole.config import SamplingParams, require_known
 from keyhole.kernels import operations
 from keyhole.llm import LLM
 from keyhole.reuse import available_reuse_methods, make_reuse
@@ -39,7 +39,8 @@ _FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
     """Measures every method; returns this benchmark's part of a line of results."""
-    require_known("method", settings.methods, (REFERENCE, *available_reuse_methods()))
+    for name in settings.methods:
+        require_known("method", name, (REFERENCE, *available_reuse_methods()))
     device = measure.device(settings.device)
     bandwidth = measure.read_bandwidth(device)
     length = settings.documents * settings.tokens + settings.question

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.bench.settings import DTYPES, PAGE_SIZE, SHAPES, DecodeSettings, Names, require_known
-from keyhole.config import is_count, require
+from keyhole.bench.settings import DTYPES, PAGE_SIZE, SHAPES, DecodeSettings, Names
+from keyhole.config import is_count, require, require_known
 
 #: Systems whose layers are offloaded as sequences grow, and their policies.
 OFFLOADED_SYSTEMS = {"spe_context_below": "spe_context"}
@@ -74,5 +74,5 @@ class DocumentSettings:
         for name in ("documents", "tokens", "question", "repeat"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "at least 1")
         require(bool(self.methods), "methods", self.methods, "at least one")
-        require_known("shape", [self.shape], SHAPES)
-        require_known("dtype", [self.dtype], DTYPES)
+        require_known("shape", self.shape, SHAPES)
+        require_known("dtype", self.dtype, DTYPES)

@@ -33,7 +33,8 @@ from keyhole.bench import decode, measure
 from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.measure import Report
 from keyhole.bench.model import RESERVE_BYTES
-from keyhole.bench.settings import PAGE_SIZE, DecodeSettings, require_known
+from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
+from keyhole.config import require_known
 
 Line = dict[str, Any]
 
@@ -57,7 +58,7 @@ def measured(name: str, device: str, report: Report, *, small: bool = False) -> 
 
     small: in the shape "smoke", with a few tokens. UnknownNameError for an unknown name.
     """
-    require_known("setting", [name], HEADLINES)
+    require_known("setting", name, HEADLINES)
     headline = HEADLINES[name]
     kind, settings = _KINDS[type(headline.settings)], headline.settings
     if small:

@@ -31,7 +31,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import bytes_per_page
 from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
-from keyhole.models import families
+from keyhole.models import device_map, families
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
@@ -44,21 +44,16 @@ try:
 except ImportError:  # see keyhole/kernels/cpu.py
     _cpu = None  # type: ignore[assignment]
 
-_STATUS, _CLEAR, _MEMINFO = (
-    Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo")
-)
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see clear_refs in proc(5): the peak becomes what is resident now
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated now."""
+    """Bytes that can be allocated now, torch's own unused ones included."""
+    free = device_map.free_bytes(device)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    if _MEMINFO.is_file():
-        return _field(_MEMINFO, "MemAvailable")
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free
 
 
 def used_bytes(device: torch.device) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from keyhole.config import is_count, is_number, require, require_counts, setting
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import is_count, is_number, require, require_counts, require_known, setting
+from keyhole.errors import ConfigError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import is_settings_file, parse, parse_one, written
 
@@ -94,8 +94,8 @@ class BenchSettings:
         good = bool(pages) and all(pages) and sorted(set(self.contexts)) == list(self.contexts)
         require(good, "contexts", self.contexts, right)
         require_counts(self, "batch", "repeat")
-        require_known("shape", [self.shape], SHAPES)
-        require_known("dtype", [self.dtype], DTYPES)
+        require_known("shape", self.shape, SHAPES)
+        require_known("dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +238,8 @@ def require_systems(names: Iterable[str], others: Collection[str]) -> None:
     for name in names:
         spec = parse_one(name, "system")
         if not is_settings_file(spec.name):
-            require_known("system", [spec.name], [*others, *available_policies()])
+            require_known("system", spec.name, [*others, *available_policies()])
         if spec.name not in others:
             make_policy(name)
         elif spec.settings:
             raise ConfigError(f"system {name!r}: {spec.name} has no settings; only policies do")
-
-
-def require_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises UnknownNameError for the first unknown name."""
-    for name in names:
-        if name not in known:
-            raise UnknownNameError(kind, str(name), known)

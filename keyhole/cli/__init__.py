@@ -40,7 +40,7 @@ COMMANDS = {
 
 def build_parser(config: Mapping[str, Any] = MappingProxyType({})) -> Parser:
     """The parser of `keyhole` with all its commands; config: values for their flags."""
-    parser = Parser(prog="keyhole", description=_first_line(keyhole.__doc__))
+    parser = Parser(prog="keyhole", description=(keyhole.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"keyhole {keyhole.__version__}")
     commands = parser.add_subparsers(
         dest="command", title="commands", metavar="COMMAND", required=True
@@ -117,7 +117,3 @@ def _modules() -> dict[str, Any]:
         "bench": bench,
         "completion": about.Completion,
     }
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").split("\n", 1)[0]

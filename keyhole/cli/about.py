@@ -19,7 +19,7 @@ from keyhole.cli import bench
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.cli.evaluate import SUITES
-from keyhole.config import bytes_text, help_of
+from keyhole.config import bytes_text, help_of, require_known
 from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
 from keyhole.models.checkpoint import ITEMSIZES
@@ -219,8 +219,7 @@ def _run_completion(arguments: argparse.Namespace) -> int:
     """Prints the script."""
     import shtab
 
-    if arguments.shell not in SHELLS:
-        raise UnknownNameError("shell", arguments.shell, SHELLS)
+    require_known("shell", arguments.shell, SHELLS)
     print(shtab.complete(_filled(cli.build_parser()), arguments.shell))
     return 0
 

@@ -24,8 +24,8 @@ from keyhole.bench.settings import (
 )
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, Output, check_outputs
-from keyhole.config import bytes_text
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import bytes_text, require_known
+from keyhole.errors import ConfigError
 from keyhole.eval.line_file import LineFile
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints tables as results come, and adds a line to the stored ones."""
     name = arguments.benchmark
-    if name not in SETTINGS:
-        raise UnknownNameError("benchmark", name, SETTINGS)
+    require_known("benchmark", name, SETTINGS)
     _check_own(arguments, name)
     settings: Any = SETTINGS[name](**flags.settings_of(arguments, SETTINGS[name]))
     return measured(name, settings, arguments, _RUNS[name])

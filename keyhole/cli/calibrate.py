@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
-from keyhole.config import require_counts, setting
+from keyhole.config import require_counts, require_known, setting
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import rank_by_shift
@@ -65,8 +65,7 @@ class PlacementSettings:
     plot: str | None = setting(None, "write a picture of the measured recall to this file")
 
     def __post_init__(self) -> None:
-        if self.method not in _METHODS:
-            raise UnknownNameError("method", self.method, _METHODS)
+        require_known("method", self.method, _METHODS)
         if self.measure not in (None, *_MEASURES):
             raise UnknownNameError("measure", str(self.measure), _MEASURES)
         if self.method == "paper" and self.measure is not None:

@@ -137,7 +137,7 @@ _WIDTH = 76
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that only the suite `paper` has."""
-    usual = " ".join(f"--{name} {_written(value)}" for name, value in _DEFAULTS.items())
+    usual = " ".join(f"--{name} {terminal.setting(value)}" for name, value in _DEFAULTS.items())
     about = f"Defaults: {usual}, and the lengths and policies that suit the model."
     group = parser.add_argument_group("suite paper", textwrap.fill(about, _WIDTH))
     group.add_argument(
@@ -151,10 +151,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print what would be measured, and an estimate of the time",
     )
-
-
-def _written(value: object) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def run_paper(arguments: argparse.Namespace) -> int:

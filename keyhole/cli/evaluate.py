@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing, registry
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
-from keyhole.config import bytes_text
-from keyhole.errors import UnknownNameError
+from keyhole.config import bytes_text, require_known
 from keyhole.eval import comparisons
 from keyhole.eval.line_file import EvalOutcome, EvalTable, LineFile
 from keyhole.eval.settings import EvalSettings
@@ -68,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the suite; returns its exit status."""
-    if arguments.suite not in SUITES:
-        raise UnknownNameError("suite", arguments.suite, SUITES)
+    require_known("suite", arguments.suite, SUITES)
     from keyhole.cli import eval_suites
 
     runs = {
@@ -173,8 +171,7 @@ def methods_of(settings: EvalSettings) -> list[Method]:
         if is_settings_file(name):
             policy = make_policy(name)
             name, stored = policy.name, dataclasses.asdict(policy)
-        if name not in known:
-            raise UnknownNameError("policy", name, known)
+        require_known("policy", name, known)
         own = registry.Spec(name, spec.settings)
         typed = registry.typed(own, "policy", dataclasses.fields(known[name]))
         given.append(Method(label=label, name=name, settings={**stored, **typed}))

@@ -25,9 +25,10 @@ from keyhole.config import (
     is_count,
     require,
     require_counts,
+    require_known,
     setting,
 )
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError
 from keyhole.models.locate import TINY
 from keyhole.policies import make_policy
 
@@ -80,12 +81,9 @@ class PlanSettings:
         require_counts(self, "requests", "token_budget")
         good = self.lengths is None or (self.lengths and all(map(is_count, self.lengths)))
         require(bool(good), "lengths", self.lengths, "numbers of tokens such as 1024,4096")
-        if self.preset not in _PRESETS:
-            raise UnknownNameError("preset", self.preset, _PRESETS)
-        if self.kv_dtype not in KV_DTYPES:
-            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
-        if self.device not in _DEVICES:
-            raise UnknownNameError("device", self.device, _DEVICES)
+        require_known("preset", self.preset, _PRESETS)
+        require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
+        require_known("device", self.device, _DEVICES)
         if self.preset == "paper" and self.kv_dtype != "auto":
             raise ConfigError(
                 f"preset 'paper' counts 2 bytes per number, not kv_dtype {self.kv_dtype!r}; "

@@ -54,14 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.server.monitoring import logs
     from keyhole.server.run import serve
 
-    logs.configure(config.log_format)
-
     def ready(address: str) -> None:
         print(f"{llm.engine.model.name} at {address}/v1", file=sys.stderr)
         print(f"policy: {terminal.every_setting(llm.policy)}", file=sys.stderr)
         print(_memory(llm), file=sys.stderr, flush=True)
 
-    serve(llm, config, ready)
+    with logs.configured(config.log_format):
+        serve(llm, config, ready)
     return 0
 
 

@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from keyhole.config import require
 from keyhole.documents.integrity import sha256
 from keyhole.documents.storage import Entry, LocalStorage, StorageBackend
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def open_storage(place: str | Path) -> StorageBackend:
             known = fsspec.available_protocols()
             raise UnknownNameError("protocol of a document place", protocol, known) from error
         raise ConfigError(
-            f"documents cannot be stored at {text!r}: {_line(error)}; name a folder or URL that "
+            f"documents cannot be stored at {text!r}: {one_line(error)}; name a folder or URL that "
             "exists or can be created"
         ) from error
 
@@ -90,7 +90,8 @@ class RemoteStorage:
                 found = self._system.ls(self._full(folder), detail=True)
             except FileNotFoundError:  # no object in it yet
                 return {}
-        return {info["name"].rpartition("/")[2]: _entry(info) for info in found if _is_file(info)}
+        listed = (info for info in found if info.get("type", "file") == "file")
+        return {info["name"].rpartition("/")[2]: _entry(info) for info in listed}
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
         """See `StorageBackend`."""
@@ -221,7 +222,7 @@ def _as_os_error() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:  # every remote library raises its own errors
-        raise OSError(_line(error)) from error
+        raise OSError(one_line(error)) from error
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -242,12 +243,3 @@ def _seconds(time: Any) -> float | None:
     if isinstance(time, datetime):
         return time.timestamp()
     return float(time) if isinstance(time, int | float) else None
-
-
-def _is_file(info: dict[str, Any]) -> bool:
-    return bool(info.get("type", "file") == "file")
-
-
-def _line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {line}"

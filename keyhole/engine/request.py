@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import EngineConfig, SamplingParams
+from keyhole.config import EngineConfig, SamplingParams, require_known
 from keyhole.engine.allocation import page_data
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
 from keyhole.models.model import Model
@@ -128,8 +128,7 @@ def requested(spec: PolicySpec, own: Policy, geometry: Geometry) -> Policy:
     if isinstance(spec, Mapping):
         known = {field.name for field in dataclasses.fields(own)}
         for name in spec:
-            if name not in known:
-                raise UnknownNameError(f"setting of policy {own.name}", str(name), known)
+            require_known(f"setting of policy {own.name}", name, known)
         policy = dataclasses.replace(own, **spec)
     else:
         require_depth(spec, geometry.num_layers)

@@ -119,7 +119,8 @@ def verdicts(outcomes: Sequence[DemoOutcome]) -> list[str]:
     Tasks that full attention answers wrongly are left out.
     """
     right = {(one.policy, one.is_control, one.task): one.correct for one in outcomes}
-    known = [task for task in _tasks(outcomes) if right.get((Full.name, False, task), True)]
+    asked = dict.fromkeys(one.task for one in outcomes)
+    known = [task for task in asked if right.get((Full.name, False, task), True)]
     lines = []
     for method in dict.fromkeys(one.policy for one in outcomes if one.is_control):
         found: dict[tuple[bool, bool], list[str]] = {}
@@ -144,10 +145,6 @@ _SAYS = {
     "newest tokens",
     (False, False): "{method} and its control are both wrong, so its selection does not help here",
 }
-
-
-def _tasks(outcomes: Sequence[DemoOutcome]) -> list[str]:
-    return list(dict.fromkeys(one.task for one in outcomes))
 
 
 def _policies(model: Model) -> list[Policy]:

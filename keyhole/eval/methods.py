@@ -44,8 +44,8 @@ from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require
-from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
+from keyhole.config import is_count, require, require_known
+from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval.line_file import Line
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
@@ -272,8 +272,7 @@ def equal_terms(
     budget; ConfigError if `settings` contains one of them.
     """
     known = available_policies()
-    if name not in known:
-        raise UnknownNameError("policy", name, known)
+    require_known("policy", name, known)
     fields = [field.name for field in dataclasses.fields(known[name])]
     lacks = BY_DEFINITION.get(name, {})
     shared: dict[str, Any] = {TOKEN_BUDGET: budget}

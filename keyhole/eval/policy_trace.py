@@ -149,16 +149,16 @@ class Trace:
         """The layers in which the policy selected: those with full attention."""
         return sorted(self.steps[0].reads) if self.steps else []
 
-    def pages_read(self, layer: int, row: int = 0) -> np.ndarray:
-        """Share of each page that was read, mean over KV heads: float32 [pages, steps].
+    def pages_read(self, layer: int) -> np.ndarray:
+        """Share of each page that sequence 0 read, mean over KV heads: float32 [pages, steps].
 
         NaN where a page did not exist yet.
         """
         size = self.steps[0].page_size
-        last = max(int(step.lengths[row]) for step in self.steps)
+        last = max(int(step.lengths[0]) for step in self.steps)
         shares = np.full((-(-last // size), len(self.steps)), np.nan, np.float32)
         for column, step in enumerate(self.steps):
-            tokens = step.tokens(layer, row).mean(0, dtype=np.float32)
+            tokens = step.tokens(layer).mean(0, dtype=np.float32)
             starts = np.arange(0, len(tokens), size)
             filled = np.minimum(size, len(tokens) - starts)
             shares[: len(starts), column] = np.add.reduceat(tokens, starts) / filled
@@ -204,17 +204,16 @@ class SelectionMap:
     """Share of each cell's tokens that was read, in 255ths: uint8 [rows, columns].
 
     Row r covers the steps from r * steps_per_row on, column c the tokens from c * tokens_per_column
-    on; in step s there are `prompt_tokens + 1 + s` tokens, and cells beyond are 0. layer, head:
-    None is the mean over all of them. marks: positions that the answer needs.
+    on; in step s there are `prompt_tokens + 1 + s` tokens, and cells beyond are 0. marks: positions
+    that the answer needs.
     """
 
     shares: np.ndarray
+    layer: int
     prompt_tokens: int
     steps: int
     tokens_per_column: int = 1
     steps_per_row: int = 1
-    layer: int | None = None
-    head: int | None = None
     marks: tuple[int, ...] = ()
 
     @property
@@ -224,16 +223,14 @@ class SelectionMap:
 
     @property
     def subject(self) -> str:
-        """The part of the model: "layer 3, KV head 0"."""
-        layer = "all layers" if self.layer is None else f"layer {self.layer}"
-        return layer if self.head is None else f"{layer}, KV head {self.head}"
+        """The part of the model: "layer 3"."""
+        return f"layer {self.layer}"
 
     def to_json(self) -> dict[str, Any]:
         """As stored in a line: the fields, with the shares packed (zlib, base64)."""
         packed = base64.b64encode(zlib.compress(self.shares.tobytes(), 9)).decode()
         return {
             "layer": self.layer,
-            "head": self.head,
             "prompt_tokens": self.prompt_tokens,
             "steps": self.steps,
             "tokens_per_column": self.tokens_per_column,
@@ -253,12 +250,11 @@ class SelectionMap:
             raw = zlib.decompress(base64.b64decode(stored["shares"], validate=True))
             return cls(
                 shares=np.frombuffer(raw, np.uint8).reshape(rows, columns),
+                layer=stored["layer"],
                 prompt_tokens=prompt_tokens,
                 steps=steps,
                 tokens_per_column=per_column,
                 steps_per_row=per_row,
-                layer=stored.get("layer"),
-                head=stored.get("head"),
                 marks=tuple(stored.get("marks") or ()),
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError, zlib.error) as error:
@@ -266,54 +262,31 @@ class SelectionMap:
             raise ConfigError(f"this is not a stored selection map: {error}") from error
 
 
-def selection_map(
-    recorded: Recorded,
-    *,
-    layer: int | None = None,
-    head: int | None = None,
-    marks: Sequence[int] = (),
-) -> SelectionMap:
-    """The map of one layer or the mean over all recorded ones, and of one KV head or all.
-
-    ConfigError for a layer or a KV head that does not exist.
-    """
+def selection_map(recorded: Recorded, layer: int, marks: Sequence[int] = ()) -> SelectionMap:
+    """The map of one layer, the mean over its KV heads. ConfigError for an unrecorded layer."""
     trace = recorded.trace
-    if layer is not None and layer not in trace.layers:
+    if layer not in trace.layers:
         raise ConfigError(f"layer is {layer}; the policy selected in {trace.layers}")
-    layers = trace.layers if layer is None else [layer]
     steps = len(trace.steps)
     tokens = recorded.prompt_tokens + steps
     per_column, per_row = math.ceil(tokens / MOST_COLUMNS), math.ceil(steps / MOST_ROWS)
     read = np.zeros((math.ceil(steps / per_row), math.ceil(tokens / per_column)))
     there = np.zeros_like(read)
     for number, step in enumerate(trace.steps):
-        seen = np.mean([_of_head(step.tokens(at), head) for at in layers], axis=0)
+        seen = step.tokens(layer).mean(0)
         columns = np.arange(len(seen)) // per_column
         read[number // per_row] += np.bincount(columns, seen, minlength=read.shape[1])
         there[number // per_row] += np.bincount(columns, minlength=read.shape[1])
     shares = np.divide(read, there, out=np.zeros_like(read), where=there > 0)
     return SelectionMap(
         shares=np.rint(shares * ALL).astype(np.uint8),
+        layer=layer,
         prompt_tokens=recorded.prompt_tokens,
         steps=steps,
         tokens_per_column=per_column,
         steps_per_row=per_row,
-        layer=layer,
-        head=head,
         marks=tuple(marks),
     )
-
-
-def _of_head(tokens: np.ndarray, head: int | None) -> np.ndarray:
-    """Share of each token's KV heads that read it, or of one of them: [length].
-
-    tokens: bool [Hkv or 1, length]; one list may serve all heads.
-    """
-    if head is None:
-        return np.asarray(tokens.mean(0))
-    if len(tokens) > 1 and not 0 <= head < len(tokens):
-        raise ConfigError(f"head is {head}; the layer has {len(tokens)} lists of tokens")
-    return np.asarray(tokens[head if len(tokens) > 1 else 0], float)
 
 
 _MOST = 4
@@ -339,7 +312,4 @@ def selection_maps(
     traced = Traced(policy, Trace(only=frozenset(layers)))
     (sequence,) = serve(make_engine(traced), [shown.request]).sequences
     recorded = Recorded(traced.trace, len(shown.request.prompt), sequence.detokenizer.text)
-    return [
-        selection_map(recorded, layer=layer, marks=shown.marks).to_json()
-        for layer in traced.trace.layers
-    ]
+    return [selection_map(recorded, layer, shown.marks).to_json() for layer in traced.trace.layers]

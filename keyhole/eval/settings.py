@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyhole.config import KV_DTYPES, EngineConfig, is_count, require, require_counts, setting
-from keyhole.errors import UnknownNameError
+from keyhole.config import (
+    KV_DTYPES,
+    EngineConfig,
+    is_count,
+    require,
+    require_counts,
+    require_known,
+    setting,
+)
 
 SETUPS = ("prompt", "question")
 """What is read densely before decoding: the whole prompt (A), or the context without the question,
@@ -105,10 +112,8 @@ class EvalSettings:
         require_counts(self, "sinks", "first_seed", least=0)
         good = self.window is None or is_count(self.window)
         require(good, "window", self.window, "at least 1 token")
-        if self.kv_dtype not in KV_DTYPES:
-            raise UnknownNameError("kv_dtype", self.kv_dtype, KV_DTYPES)
-        if self.terms not in TERMS:
-            raise UnknownNameError("terms", self.terms, TERMS)
+        require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
+        require_known("terms", self.terms, TERMS)
         for name, terms in _FOR_TERMS.items():
             value = getattr(self, name)
             usual = value == type(self).__dataclass_fields__[name].default
@@ -116,8 +121,7 @@ class EvalSettings:
             require(usual or self.terms in terms, name, value, right)
         require(bool(self.setup), "setup", self.setup, f"one of {SETUPS}, or both")
         for one in self.setup:
-            if one not in SETUPS:
-                raise UnknownNameError("setup", one, SETUPS)
+            require_known("setup", one, SETUPS)
 
 
 #: Number of texts that the random twin reads; its results vary little.

@@ -34,8 +34,8 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
-from keyhole.config import is_count, require
-from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError, UnknownNameError
+from keyhole.config import is_count, require, require_known
+from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
 from keyhole.eval.settings import SETUPS
@@ -189,8 +189,7 @@ class PressCell:
 
     def __post_init__(self) -> None:
         require(is_count(self.samples), "samples", self.samples, "at least 1")
-        if self.setup not in SETUPS:
-            raise UnknownNameError("setup", self.setup, SETUPS)
+        require_known("setup", self.setup, SETUPS)
 
 
 class PressEvaluation:
@@ -356,7 +355,8 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     bundled = is_tiny(arguments.model)
     parsed = parse(arguments.tasks, bundled=bundled)
     tasks = answered(parsed, "forces a text, which is not supported with presses")
-    lengths, setups = _numbers(arguments.lengths, "--lengths"), _words(arguments.setup)
+    lengths = _numbers(arguments.lengths, "--lengths")
+    setups = [part.strip() for part in arguments.setup.split(",")]
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):
         yield PressCell(task=task, length=length, setup=setup, press=press, samples=arguments.limit)
 
@@ -370,10 +370,6 @@ def _settings(spec: Spec) -> dict[str, Any]:
             f"settings in {spec.text!r} must be numbers, true or false, such as "
             "snapkv:window_size=32"
         ) from error
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
 
 
 def _numbers(text: str, flag: str) -> list[int]:

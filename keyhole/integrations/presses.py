@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.config import is_count, is_number, require
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import is_count, is_number, require, require_known
+from keyhole.errors import ConfigError
 
 try:
     from kvpress import (
@@ -157,13 +157,11 @@ def make_press(
 
     UnknownNameError for an unknown name or setting, ConfigError for an invalid value.
     """
-    if name not in _OFFERED:
-        raise UnknownNameError("press", name, _OFFERED)
+    require_known("press", name, _OFFERED)
     offer = _OFFERED[name]
     known = {f.name: f.default for f in dataclasses.fields(offer.cls) if f.name != _RATIO}
     for one, value in (settings or {}).items():
-        if one not in known:
-            raise UnknownNameError(f"setting of press {name}", one, known)
+        require_known(f"setting of press {name}", one, known)
         good, right = _RIGHT[one]
         require(good(value), f"{name}:{one}", value, right)
     press = Press(

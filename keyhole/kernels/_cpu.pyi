@@ -9,6 +9,7 @@ def use(name: str) -> None: ...
 def workspace_bytes() -> int: ...
 def attend(
     dtype: int,
+    rounded: bool,
     sizes: Sequence[int],
     query: int,
     keys: int,

@@ -1,9 +1,9 @@
 """The operations on a CPU, computed by our C++ extension: same contracts, same results.
 
-One binary holds code for AVX-512 with BF16, for AVX2 and for any processor; the best one that the
-processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects another one, or
-`reference`. Operands that the extension does not accept (float64, operands of different dtypes) go
-to the reference.
+One binary holds code for AVX-512 with BF16 and VNNI, for AVX2 and for any processor; the best one
+that the processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects
+another one, or `reference`. Operands that the extension does not accept (float64, operands of
+different dtypes) go to the reference.
 """
 
 from __future__ import annotations
@@ -77,16 +77,23 @@ def takes(*tensors: Tensor) -> bool:
 
     Pages may be quantised, all of them in the same way, whatever the dtype of the rest.
     """
-    floats = [x for x in tensors if x.is_floating_point()]
-    rows = [x for x in tensors if x.dim() == 4 and is_quantised(x)]
-    return (
-        current() != REFERENCE
-        and all(x.is_cpu for x in tensors)
-        and all(x.dtype in DTYPES and x.dtype == floats[0].dtype for x in floats)
-        and all(x.dtype == rows[0].dtype for x in rows)
-        and all(x.stride(-1) == 1 for x in (*floats, *rows))
-        and all(x.shape[2] <= _MAX_PAGE_SIZE for x in (*floats, *rows) if x.dim() == 4)
-    )
+    if current() == REFERENCE:
+        return False
+    float_dtype = page_dtype = None
+    for x in tensors:  # in one pass, as it precedes every operation
+        dtype, paged = x.dtype, x.dim() == 4
+        if dtype in DTYPES:
+            same = dtype == (float_dtype := float_dtype or dtype)
+        elif paged and is_quantised(x):
+            same = dtype == (page_dtype := page_dtype or dtype)
+        elif x.is_cpu and not dtype.is_floating_point:
+            continue
+        else:
+            return False
+        fits = not paged or x.shape[2] <= _MAX_PAGE_SIZE
+        if not (x.is_cpu and same and fits and x.stride(-1) == 1):
+            return False
+    return True
 
 
 def takes_floats(*tensors: Tensor) -> bool:
@@ -339,12 +346,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As the reference."""
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
-    out = x.new_empty(*x.shape[:-1], len(weight))
+    num_outputs, num_inputs = weight.shape
+    out = x.new_empty(*x.shape[:-1], num_outputs)
     extension.linear(
         DTYPES[x.dtype],
-        len(rows),
-        weight.shape[1],
-        len(weight),
+        rows.shape[0],
+        num_inputs,
+        num_outputs,
         rows.data_ptr(),
         rows.stride(0),
         weight.data_ptr(),

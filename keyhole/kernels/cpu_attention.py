@@ -136,6 +136,7 @@ def _attend(
     weights: receives `head_scores`; out: receives the attended values.
     """
     query, key_pages, value_pages, page_table, lengths = paged
+    rounded = query.dtype.itemsize == 2
     query = query.float() if is_quantised(key_pages) else query
     query, page_table, lengths = query.contiguous(), cpu.as_rows(page_table), cpu.as_int32(lengths)
     indices, counts, listed = None, None, (1, 0, 1)
@@ -147,6 +148,7 @@ def _attend(
     _, num_kv_heads, page_size, _ = value_pages.shape
     cpu.extension.attend(
         cpu.PAGE_DTYPES[key_pages.dtype],
+        rounded,
         (num_rows, num_heads, num_kv_heads, dim, row_dim(value_pages), page_size),
         query.data_ptr(),
         key_pages.data_ptr(),

@@ -10,7 +10,7 @@ device does not accept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ def operation(
 
     @functools.wraps(twin)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors, chosen = [*_tensors(*args, *kwargs.values())], twin
+        tensors, chosen = _tensors((*args, *kwargs.values())), twin
         if any(x.is_cuda for x in tensors):
             if _use_triton and triton.has(name) and triton.takes(name, *tensors):
                 chosen = triton.operation(name)
@@ -55,19 +55,19 @@ def operation(
     return dispatched
 
 
-def _tensors(*operands: object) -> Iterator[Tensor]:
+def _tensors(operands: tuple[object, ...]) -> list[Tensor]:
     """The tensors among the operands; of low-rank keys those that have the keys' dtype."""
+    found: list[Tensor] = []
     for operand in operands:
         if isinstance(operand, Tensor):
-            yield operand
-        elif isinstance(operand, tuple):
-            yield from _tensors(*operand)
+            found.append(operand)
         elif isinstance(operand, Selection):
-            yield operand.indices
-            yield operand.counts
+            found += (operand.indices, operand.counts)
         elif isinstance(operand, LowRank):
-            yield operand.coefficients
-            yield operand.basis
+            found += (operand.coefficients, operand.basis)
+        elif isinstance(operand, tuple):
+            found += _tensors(operand)
+    return found
 
 
 _use_triton = True

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.errors import ModelError, UnknownNameError
+from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.locate import ModelFiles, locate
 
@@ -271,9 +271,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(
-            f"the files of {name!r} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        raise ModelError(f"the files of {name!r} cannot be read: {one_line(error)}") from error
 
 
 def _headers(folder: Path) -> Iterator[dict[str, Any]]:

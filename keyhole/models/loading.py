@@ -28,6 +28,7 @@ from keyhole.errors import (
     ModelError,
     UnknownNameError,
     is_out_of_memory,
+    one_line,
 )
 from keyhole.models import checkpoint, families
 from keyhole.models.attention import NAME
@@ -192,7 +193,7 @@ def _load_network(
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
         raise ModelError(
-            f"the weights of {shown!r} cannot be loaded: {_line(error)}{why and '; '}{why}"
+            f"the weights of {shown!r} cannot be loaded: {one_line(error)}{why and '; '}{why}"
         ) from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
@@ -365,7 +366,7 @@ def _read_whole_config(found: ModelFiles) -> Any:
     except Exception as error:  # any library involved may raise its own error
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
-            f"the config of {found.shown!r} cannot be read: {_line(error)}{why}"
+            f"the config of {found.shown!r} cannot be read: {one_line(error)}{why}"
         ) from error
 
 
@@ -382,7 +383,7 @@ def _tokenizer(found: ModelFiles) -> Any:
         return AutoTokenizer.from_pretrained(found.name, **found.options)
     except Exception as error:
         raise ModelError(
-            f"the tokenizer of {found.shown!r} cannot be loaded: {_line(error)}"
+            f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
         ) from error
 
 
@@ -421,8 +422,3 @@ def _dtype(dtype: str | torch.dtype) -> Any:
     if dtype not in _DTYPES:
         raise UnknownNameError("dtype", str(dtype).removeprefix("torch."), _DTYPES)
     return _DTYPES[dtype]
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

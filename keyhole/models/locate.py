@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from keyhole.errors import ConfigError, ModelError, UnknownNameError
+from keyhole.errors import ConfigError, ModelError, UnknownNameError, one_line
 
 #: The name of the bundled model; a folder of this name is "./tiny".
 TINY = "tiny"
@@ -137,7 +137,7 @@ def _base_of(adapter: Path) -> ModelFiles:
         base = json.loads(path.read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{str(path)!r} names no model that the adapter is for: {type(error).__name__}: {error}"
+            f"{str(path)!r} names no model that the adapter is for: {one_line(error)}"
         ) from error
     try:
         found = locate(base)
@@ -257,8 +257,7 @@ def _why(error: Exception) -> str:
         return "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to ask the hub"
-    line = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"the hub cannot be reached ({type(error).__name__}: {line})"
+    return f"the hub cannot be reached ({one_line(error)})"
 
 
 def _nearest(folder: Path, files: str = f"*/{_CONFIG}") -> str:

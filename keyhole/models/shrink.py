@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from keyhole.errors import ModelError
+from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
 from keyhole.models.families import rope_lengths
 from keyhole.models.loading import read_config
@@ -269,7 +269,7 @@ def random_model(config: Any) -> PreTrainedModel:
     try:
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
-        raise ModelError(f"no small model can be made: {type(error).__name__}: {error}") from error
+        raise ModelError(f"no small model can be made: {one_line(error)}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in network.named_parameters():

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyhole.config import is_count, is_number, require, require_counts, require_layers
-from keyhole.errors import UnknownNameError
+from keyhole.config import (
+    is_count,
+    is_number,
+    require,
+    require_counts,
+    require_known,
+    require_layers,
+)
 
 #: The inputs that a head computes queries and keys from.
 INPUTS = ("tokens", "tokens+features")
@@ -68,8 +74,8 @@ class HeadConfig:
         require(
             whole, "num_heads", self.num_heads, f"a multiple of num_kv_heads {self.num_kv_heads}"
         )
-        _require_known("inputs", self.inputs, INPUTS)
-        _require_known("objective", self.objective, OBJECTIVES)
+        require_known("inputs", self.inputs, INPUTS)
+        require_known("objective", self.objective, OBJECTIVES)
         require_layers("feature_layers", self.feature_layers)
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         self._check_features()
@@ -83,7 +89,7 @@ class HeadConfig:
             require(isinstance(value, bool), name, value, "true or false")
         scaling = self.rope_scaling
         require(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling, "an object")
-        _require_known("rope_type", self.rope_type, tuple(ROPE_TYPES))
+        require_known("rope_type", self.rope_type, ROPE_TYPES)
         for name in ROPE_TYPES[self.rope_type]:
             value = (scaling or {}).get(name)
             require(is_number(value), f"rope_scaling {name}", value, "a number")
@@ -116,8 +122,3 @@ class HeadConfig:
             require(size == 0 and layers == (), "feature_layers", layers, "() without features")
             norms = self.input_norm or self.feature_norms
             require(not norms, "input_norm", True, "false without features")
-
-
-def _require_known(kind: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UnknownNameError(kind, str(value), known)

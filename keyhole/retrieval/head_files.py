@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from keyhole.config import is_count, is_number, require
-from keyhole.errors import ConfigError, ModelError
+from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.target import Target, feature_layers
 
@@ -210,8 +210,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _unreadable(name: str, error: Exception) -> ModelError:
-    line = (str(error).strip().splitlines() or ["no message"])[0]
-    return ModelError(f"the weights of {name!r} cannot be read: {type(error).__name__}: {line}")
+    return ModelError(f"the weights of {name!r} cannot be read: {one_line(error)}")
 
 
 #: Maps between vocabularies: integers and flags, no parameters.

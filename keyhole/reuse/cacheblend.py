@@ -43,8 +43,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, is_number, require, setting
-from keyhole.errors import UnknownNameError
+from keyhole.config import is_count, is_number, require, require_known, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ class CacheBlend(Reuse):
         require(
             is_count(layer, 0) and layer <= last, "check_layer", layer, f"a layer from 0 to {last}"
         )
-        if self.deviation not in DEVIATIONS:
-            raise UnknownNameError("deviation", str(self.deviation), DEVIATIONS)
+        require_known("deviation", self.deviation, DEVIATIONS)
         ratio = self.recompute_ratio
         require(is_number(ratio) and 0 <= ratio <= 1, "recompute_ratio", ratio, "from 0 to 1")
         return dataclasses.replace(self, check_layer=layer)

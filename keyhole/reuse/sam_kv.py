@@ -64,8 +64,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, is_number, require, require_layers, setting
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import is_count, is_number, require, require_known, require_layers, setting
+from keyhole.errors import ConfigError
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 from keyhole.reuse.block_scores import (
     Blocks,
@@ -143,10 +143,8 @@ class SamKV(Reuse):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the stable layers: as given, else calibrated for this model, else the last 4."""
-        if self.update not in UPDATES:
-            raise UnknownNameError("update", str(self.update), UPDATES)
-        if self.score not in SCORES:
-            raise UnknownNameError("score", str(self.score), SCORES)
+        require_known("update", self.update, UPDATES)
+        require_known("score", self.score, SCORES)
         require(is_count(self.draw, 0), "draw", self.draw, "a whole number >= 0")
         good = self.share is None or (is_number(self.share) and 0 < self.share <= 1)
         require(good, "share", self.share, "above 0 and at most 1")

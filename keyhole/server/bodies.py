@@ -15,9 +15,8 @@ from pydantic import (
     field_validator,
 )
 
-from keyhole.config import SamplingParams
+from keyhole.config import SamplingParams, require_known
 from keyhole.engine.request import PolicySpec
-from keyhole.errors import UnknownNameError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.policies.base import Policy
 from keyhole.server.chat.prompt import ChatRequest
@@ -168,8 +167,7 @@ class SamplingBody(Body):
         if name is None or name == own.name:
             return settings or None
         known = available_policies()
-        if name not in known:
-            raise UnknownNameError("policy", name, known)
+        require_known("policy", name, known)
         made = make_policy(name, settings)
         if budget is None and most is not None and getattr(made, "token_budget", most) > most:
             made = make_policy(name, {"token_budget": most})

@@ -67,7 +67,7 @@ def lines() -> list[dict[str, Any]]:
 def wrong(method: str, **fields: Any) -> dict[str, Any]:
     """A line about one wrong answer."""
     shares = np.zeros((4, 12), np.uint8)
-    kept = SelectionMap(shares=shares, prompt_tokens=8, steps=4, marks=(2, 3))
+    kept = SelectionMap(shares=shares, layer=0, prompt_tokens=8, steps=4, marks=(2, 3))
     one = {"seed": 4, "word": 7, "right": "a is 1", "written": "a is 2", "tokens_back": 40}
     found = [one | {"kind": "copied", "step": 6, "read": 0.25, "read_before": 0.75}]
     about = {"wrong": 7, "found": found, "map": kept.to_json(), "map_step": 2, "date": DATE}

@@ -175,6 +175,7 @@ def test_a_sequence_that_makes_room_for_others_is_repeated_again(
     assert replays[0] or policy.name == "raas"  # whose sequences stay small
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in CAPTURABLE if name != "infllm"])
 def test_rows_of_nobody_change_nothing(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -188,6 +189,7 @@ def test_rows_of_nobody_change_nothing(
     assert any(key[0] == 4 for key in steps_of(pair.engine)._shapes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str

@@ -279,6 +279,24 @@ def test_of_a_known_prompt_that_is_given_up_the_start_stays(model: Model, tmp_pa
     assert (most - 4) * PAGE <= again.num_cached <= most * PAGE < 150
 
 
+def test_pages_reserved_beside_the_cache_leave_known_prompts_so_much_less(
+    model: Model, tmp_path: Path
+) -> None:
+    """When layers become resident, known prompts give up what was reserved, and no page more."""
+    engine, reserved = small(model, tmp_path, pages=46), 3
+    assert engine.offloader is not None
+    assert engine.prefix is not None
+    assert engine.cache.reserve(reserved)
+    for text in (prompt(150), prompt(9, 1)):
+        engine.add(text, dataclasses.replace(GREEDY, max_tokens=2))
+        for _ in steps(engine):
+            pass
+    most = engine.offloader.plan.capacities[0]
+    assert below(engine) == 0
+    assert engine.cache.capacity + reserved <= most
+    assert most - reserved - 2 <= engine.cache.in_use <= most - reserved
+
+
 def test_nothing_comes_up_while_a_request_waits_for_pages(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path, pages=60, prefix_cache=False)
     half, most = engine.max_pages // 2 * PAGE, (engine.max_pages - 5) * PAGE

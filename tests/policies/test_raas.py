@@ -105,7 +105,9 @@ class Simulation:
             mask &= place > place[:, None] - window
         for row, pages in self.seen.items():
             if window is None and row < count:
-                mask[row] &= np.isin(place // PAGE, pages)
+                read = np.zeros(count, bool)
+                read[pages] = True
+                mask[row] &= read[place // PAGE]
         keys, values = (x.repeat(len(query) // len(x), axis=0) for x in (keys, values))
         logits = scale * query @ keys.transpose(0, 2, 1)  # [Hq, T, T]
         if softcap is not None:

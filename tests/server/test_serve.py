@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -82,9 +83,12 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
 
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its handler of logs stayed, and later servers of this process wrote to a closed stream."""
+    before = [*logging.getLogger().handlers]
     with process("--model", path) as (server, address, _):
         assert main(["serve", "--model", path, "--port", address.rpartition(":")[2]]) == 2
         assert "cannot listen on 127.0.0.1:" in capsys.readouterr().err
+        assert logging.getLogger().handlers == before
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0
 

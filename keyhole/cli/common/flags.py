@@ -256,7 +256,7 @@ def quiet() -> None:
 
 def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
     """Adds a flag; its value is text until `settings_of` converts it, None if it was not given."""
-    flag, text = _flag(field.name), _help(field)
+    flag, text = _flag(field.name), _with_default(help_of(field), field)
     if field.type == "bool":
         _add_switch(group, field.name, field, text)
         return
@@ -277,10 +277,6 @@ def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str)
     group.add_argument(
         flag, dest=name, action="store_const", const=const, help=text.replace("%", "%%")
     )
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    return _with_default(help_of(field), field)
 
 
 def _with_default(text: str, field: dataclasses.Field[Any]) -> str:

@@ -172,7 +172,9 @@ def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
         rows.append(
             [
                 one.name,
-                _NOTHING if judged is None else _reuse_words(judged.verdict),
+                _NOTHING
+                if judged is None
+                else words(judged.verdict, REUSE_REFERENCE, REUSE_CONTROL),
                 f"{100 * one.f1:.1f}",
                 f"{100 * one.exact:.1f}",
                 _NOTHING if judged is None else judged.loss.text,
@@ -211,10 +213,6 @@ def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
 
 def _policy_words(found: str) -> str:
     return words(found, POLICY_REFERENCE, POLICY_CONTROL)
-
-
-def _reuse_words(found: str) -> str:
-    return words(found, REUSE_REFERENCE, REUSE_CONTROL)
 
 
 _TEMPLATE = "paper.html"

@@ -37,7 +37,6 @@ def page_map(
     title: str,
     prompt_tokens: int,
     delta_layers: tuple[int, ...] = (),
-    row: int = 0,
 ) -> None:
     """Writes a picture of the pages that each layer read: one panel per layer, steps to the right.
 
@@ -47,7 +46,7 @@ def page_map(
     """
     colors = matplotlib()[1]
     layers = trace.layers
-    shares = {layer: trace.pages_read(layer, row) for layer in layers}
+    shares = {layer: trace.pages_read(layer) for layer in layers}
     kinds = {layer: _kind(layer, shares[layer], delta_layers) for layer in layers}
     size = trace.steps[0].page_size
     columns = 1 if len(layers) <= _MOST_STACKED else _GRID_COLUMNS

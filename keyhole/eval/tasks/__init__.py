@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from keyhole import registry
+from keyhole.config import require_known
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.eval.settings import FORCED, TASKS
 from keyhole.eval.tasks.aggregation import CWE, FWE
@@ -96,12 +97,10 @@ def make_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
     UnknownNameError for an unknown name or setting; ConfigError for an invalid value.
     """
     table = tasks()
-    if name not in table:
-        raise UnknownNameError("task", name, table)
+    require_known("task", name, table)
     task = table[name]
     for one in settings or {}:
-        if one not in task.settings:
-            raise UnknownNameError(f"setting of task {name}", one, task.settings)
+        require_known(f"setting of task {name}", one, task.settings)
     return dataclasses.replace(task, **(settings or {}))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keyhole.config import setting
-from keyhole.errors import UnknownNameError
+from keyhole.config import require_known, setting
 from keyhole.eval.tasks.base import (
     TINY,
     CountTokens,
@@ -57,8 +56,7 @@ class TinyDocuments(TinyTask):
     )
 
     def __post_init__(self) -> None:
-        if self.where not in WHERE:
-            raise UnknownNameError("place", self.where, WHERE)
+        require_known("place", self.where, WHERE)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
         """Sample number `seed`; `Sample.depths` are the needed sentences."""

@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import require_known
+from keyhole.errors import ConfigError
 from keyhole.eval.tiny_language.world import FILLERS, NAMES, NUMBERS, OBJECTS, PLACES, framed
 
 KINDS = ("one", "two_hop", "needs_each_other")
@@ -91,8 +92,7 @@ def make(
     position, and ConfigError for fewer than 2 documents or fewer than 320 words.
     """
     for what, value, known in (("kind of question", kind, KINDS), ("place", where, WHERE)):
-        if value not in known:
-            raise UnknownNameError(what, value, known)
+        require_known(what, value, known)
     if num_documents < 2:
         raise ConfigError(f"num_documents is {num_documents}; these questions need at least 2")
     if words < MIN_WORDS:

@@ -10,8 +10,16 @@ from typing import Any
 
 import yaml
 
-from keyhole.config import EngineConfig, help_of, is_count, is_size, parse_bytes, read_setting
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.config import (
+    EngineConfig,
+    help_of,
+    is_count,
+    is_size,
+    parse_bytes,
+    read_setting,
+    require_known,
+)
+from keyhole.errors import ConfigError
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.server.settings import ServerConfig
@@ -114,8 +122,7 @@ def _texts(given: Mapping[str, Any]) -> dict[str, Any]:
 def _check_name(name: str, known: list[str]) -> None:
     if name in _RAYS:
         raise ConfigError(f"{name} is not Keyhole's here; set it in {_RAYS[name]}")
-    if name not in known:
-        raise UnknownNameError("setting", name, known)
+    require_known("setting", name, known)
 
 
 def _policy(given: Any) -> Policy | None:

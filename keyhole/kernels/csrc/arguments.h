@@ -42,7 +42,8 @@ struct LowRank {
 };
 
 struct Attend {
-    DType dtype;  // of keys and values; queries and results are float32 where these have 8 bits
+    DType dtype;   // of keys and values; queries and results are float32 where these have 8 bits
+    bool rounded;  // queries and results lose nothing in 16 bits, or are rounded to them
     int64_t B, Hq, Hkv, D, Dv, page_size;
     const void* query;  // [B, Hq, D]
     Pages keys, values;

@@ -33,16 +33,16 @@ static inline void score_columns(const float* query, int64_t D, const T* keys, i
         }
 }
 
-// K: keys and values. T: queries and results.
-template <class K, class T = K>
+// K: keys and values. T: queries and results. Form: how queries are kept.
+template <class K, class T = K, class Form = QueryForm<K>>
 class Attention {
-    using Query = typename Product<K>::Query;
+    using Query = typename Form::Number;
     static constexpr bool kScaled = Scaled<K>::bytes != 0;
 
   public:
     explicit Attention(const Attend& a)
         : a_(a), G_(a.Hq / a.Hkv), N_(a.M * a.page_size), row_blocks_(a) {
-        query_stride_ = rounded_up(a.D, Product<K>::step);
+        query_stride_ = Form::size(a.D);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
         num_lists_ = row_blocks_.count() * a.Hkv;
         first_task_ = static_cast<int64_t*>(workspace(0, (3 * num_lists_ + 2) * sizeof(int64_t)));
@@ -55,16 +55,16 @@ class Attention {
             const int64_t chunks = (length(i) + size - 1) / size;
             left_[i] = chunks > 1 ? chunks : 1;
             first_task_[i + 1] = first_task_[i] + left_[i];
-            first_part_[i + 1] = first_part_[i] + left_[i] * rows * G_;
+            first_part_[i + 1] = first_part_[i] + left_[i] * part_size(rows * G_);
             tokens += length(i) * rows;
         }
         num_tasks_ = first_task_[num_lists_];
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
-            keep_query<T, K>(static_cast<const T*>(a.query) + i * a.D, a.D,
-                             query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
-        part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * part_size() * 4));
+            Form::keep(static_cast<const T*>(a.query) + i * a.D, a.D,
+                       query_ + place(i / a.Hq, i % a.Hq) * query_stride_);
+        part_ = static_cast<float*>(workspace(2, first_part_[num_lists_] * 4));
         total_ = static_cast<float*>(workspace(3, a.B * a.Hq * 2 * 4));
         raw_ = wants_weights ? static_cast<float*>(workspace(4, a.B * a.Hq * N_ * 4)) : nullptr;
         if (a.low_rank) {
@@ -132,12 +132,15 @@ class Attention {
                 low_rank};
     }
 
-    // Numbers that a row stores per split.
-    int64_t part_size() const { return out_stride_ + Vector::width + 1; }
+    // Numbers that so many rows store per split: whole cache lines, as another thread writes those of
+    // the next split.
+    int64_t part_size(int64_t rows) const {
+        return rounded_up(rows * (out_stride_ + Vector::width + 1), 16);
+    }
 
     Rows part(int64_t task, int64_t list) const {
         const int64_t rows = row_blocks_.rows(list / a_.Hkv) * G_;
-        float* p = part_ + (first_part_[list] + (task - first_task_[list]) * rows) * part_size();
+        float* p = part_ + first_part_[list] + (task - first_task_[list]) * part_size(rows);
         float *weight = p + rows * out_stride_, *largest = weight + rows * Vector::width;
         return {rows, out_stride_, largest, weight, out_stride_ ? p : nullptr};
     }
@@ -189,14 +192,17 @@ class Attention {
 
     void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,
               const Rows& rows) const {
-        Tiles<K> tiles(source, begin, end, a_.D + a_.Dv);
-        const auto over = [&](const Tile<K>& tile, const Scales* scales) {
+        constexpr int N = Form::tokens;
+        Tiles<K, N> tiles(source, begin, end, a_.D + a_.Dv);
+        const auto over = [&](const Tile<K, N>& tile, const Scales* scales) {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
-            attend_tile<K>(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+            attend_tile(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
                            a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
         };
         for (; tiles.left(); tiles.advance()) {
-            if constexpr (kScaled) {
+            if constexpr (Form::reads_scales) {
+                over(tiles.tile(), nullptr);
+            } else if constexpr (kScaled) {
                 Scales scales;
                 read_scales(tiles.tile(), a_.D, a_.Dv, rows.out, scales);
                 over(tiles.tile(), &scales);
@@ -257,7 +263,7 @@ class Attention {
         const int64_t splits = first_task_[list + 1] - first_task_[list];
         const Rows rows = part(first_task_[list], list);
         for (int64_t row = 0; row < rows.count; row++)
-            join(rows.some(row, 1), splits, rows.count * part_size(), first + row / G_,
+            join(rows.some(row, 1), splits, part_size(rows.count), first + row / G_,
                  h * G_ + row % G_);
     }
 
@@ -340,7 +346,7 @@ class Attention {
     // A list: what a block of rows reads of a KV head.
     int64_t query_stride_, out_stride_, num_lists_, num_tasks_, block_;
     bool parallel_;
-    // Of each list: its first split, the first row of its splits, splits not yet finished.
+    // Of each list: its first split, where the numbers of its splits begin, splits not yet finished.
     int64_t *first_task_, *first_part_, *left_;
     Query* query_;
     float* plain_query_ = nullptr;  // for keys that are columns

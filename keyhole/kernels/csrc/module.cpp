@@ -54,7 +54,7 @@ std::vector<std::string> paths() {
 #if defined(KEYHOLE_X86)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
         found.push_back("avx512");
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         found.push_back("avx2");
@@ -76,7 +76,7 @@ void use(const std::string& name) {
     throw std::invalid_argument("this processor has no path " + name);
 }
 
-void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+void attend(int dtype, bool rounded, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
             Address query, Address keys, const KeyStrides& key_strides, Address values,
             Strides value_strides, Address table, int64_t table_stride, int64_t M, Address lengths, Address indices,
             Address counts, std::tuple<int64_t, int64_t, int64_t> selection, int64_t window,
@@ -96,6 +96,7 @@ void attend(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, i
     const LowRank low_rank{R, k, chunk, at<void>(coefficients), at<void>(basis), at<int32_t>(first),
                            at<int32_t>(taken), at<float>(turns), pairs, turned_from};
     path->attend({static_cast<DType>(dtype),
+                  rounded,
                   B,
                   Hq,
                   Hkv,

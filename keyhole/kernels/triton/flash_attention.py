@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -159,16 +158,13 @@ def _why_not(name: str) -> str | None:
     """Why a version cannot read our pages here; None if it may."""
     if varlen is None or not hasattr(attention, "current_flash_attention_impl"):
         return "it needs torch 2.12 or later"
-    if not {"block_table", "seqused_k", "enable_gqa"} <= {*_parameters(varlen.varlen_attn)}:
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    if not {"block_table", "seqused_k", "enable_gqa"} <= parameters.keys():
         return "it needs torch 2.12 or later"
     major, minor = torch.cuda.get_device_capability()
     if name != _VERSIONS.get(major):
         return f"it does not read pages on a GPU of compute capability {major}.{minor}"
     return None
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
 
 
 @functools.cache

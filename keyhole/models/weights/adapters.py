@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
-from keyhole.errors import ConfigError, ModelError
+from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
 from keyhole.models.modules.sequence_adapters import AdapterMatrices
 
@@ -136,10 +136,9 @@ def _adapted(network: Any, adapter: Path, base: str) -> Any:
     except ModelError:
         raise
     except Exception as error:  # peft, safetensors, the file system
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ModelError(
             f"the adapter {str(adapter)!r} does not fit the model {base!r}: "
-            f"{type(error).__name__}: {reason}; name its own base as base_model_name_or_path in "
+            f"{one_line(error)}; name its own base as base_model_name_or_path in "
             "its adapter_config.json"
         ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]

@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     read_field,
 )
 
-from keyhole.errors import ModelError
+from keyhole.errors import ModelError, one_line
 from keyhole.models import checkpoint, families
 from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
@@ -120,7 +120,7 @@ def open_file(path: Path) -> Any:
             end = -(-(end + int(tensor.n_bytes)) // int(reader.alignment)) * int(reader.alignment)
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelError(
-            f"the file {str(path)!r} cannot be read: {type(error).__name__}: {error}; {DAMAGED}"
+            f"the file {str(path)!r} cannot be read: {one_line(error)}; {DAMAGED}"
         ) from error
     return reader
 
@@ -332,12 +332,9 @@ def _make_room(network: Any, name: str, weight: BlockWeight, dtype: torch.dtype)
         replace_experts(network.get_submodule(parent), own, empty, dtype)
         return
     module: Any = network.get_submodule(name)
-    replace_weight(module, _block_class(module), empty)
+    blocks = BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
+    replace_weight(module, blocks, empty)
     module.dtype = dtype
-
-
-def _block_class(module: Any) -> type[BlockLinear] | type[BlockEmbedding]:
-    return BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
 
 
 def _number(path: Path, dtype: Any) -> torch.dtype:

@@ -21,10 +21,11 @@ from keyhole.config import (
     is_number,
     require,
     require_counts,
+    require_known,
     require_layers,
     setting,
 )
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError
 from keyhole.retrieval.config import INPUTS
 
 OBJECTIVES = ("attention", "selection", "eagle", "gate")
@@ -76,8 +77,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name, known in (("objective", OBJECTIVES), ("inputs", INPUTS)):
-            if getattr(self, name) not in known:
-                raise UnknownNameError(name, str(getattr(self, name)), known)
+            require_known(name, getattr(self, name), known)
         require_counts(self, "tokens", "batch_tokens", "num_queries", "unroll_steps", "block_size")
         require_counts(self, "seed", least=0)
         if self.objective == "selection" and self.start is None:

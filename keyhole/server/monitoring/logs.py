@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -88,12 +89,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def configure(kind: str, handlers: Sequence[logging.Handler] = ()) -> None:
-    """Sends the logs of this process to stderr, or to `handlers`, as text or json."""
+@contextmanager
+def configured(kind: str, handler: logging.Handler | None = None) -> Iterator[None]:
+    """Sends the logs of this process to stderr, or to `handler`, as text or json, in the block."""
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    made = JsonFormatter() if kind == "json" else text
-    root = logging.getLogger()
-    for handler in handlers or (logging.StreamHandler(),):
-        handler.setFormatter(made)
-        root.addHandler(handler)
+    root, level = logging.getLogger(), logger.level
+    handler = handler or logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if kind == "json" else text)
+    root.addHandler(handler)
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        root.removeHandler(handler)

@@ -83,7 +83,7 @@ def before(sequence: Sequence) -> list[int]:
     return [page for page in sequence.pages[: end // SIZE] if page != NO_PAGE]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_pages_are_held_once_and_answers_are_as_alone(

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
 from keyhole import LLM, SamplingParams
-from keyhole.eval.verify import verify
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.shrink import build
 from keyhole.models.weights import packing
 from keyhole.models.weights.packing import BlockExperts, BlockLinear
 from tests.models.test_gguf import MIXED, write
+from tests.models.verified import EACH, failed
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(3, 60))
@@ -135,8 +135,9 @@ def test_a_plan_counts_the_blocks_of_experts(make: Callable[[str], Path], kind: 
     assert shape.weight_bytes < 0.6 * shape.num_parameters * shape.itemsize
 
 
-def test_every_check_passes(make: Callable[[str], Path]) -> None:
-    assert [check for check in verify(load(make("Q4_K_M"), "cpu")) if not check.passed] == []
+@EACH
+def test_every_check_passes(make: Callable[[str], Path], every: int) -> None:
+    assert failed(load(make("Q4_K_M"), "cpu"), every) == []
 
 
 def test_gates_of_another_format_are_dequantised_with_their_layer(

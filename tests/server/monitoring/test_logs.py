@@ -25,13 +25,8 @@ _BODY = {"prompt": "secret words", "max_tokens": 5, "ignore_eos": True, "n": 2}
 def written(kind: str) -> Iterator[io.StringIO]:
     """What is logged in the block."""
     text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    try:
-        logs.configure(kind, [handler])
+    with logs.configured(kind, logging.StreamHandler(text)):
         yield text
-    finally:
-        logging.getLogger().removeHandler(handler)
-        logs.logger.setLevel(logging.NOTSET)
 
 
 def lines_of(llm: LLM, stream: bool = False, **settings: Any) -> list[dict[str, Any]]:

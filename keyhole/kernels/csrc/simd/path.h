@@ -1,8 +1,8 @@
 // One processor path: included once per path by a file that is compiled with that path's flags and
-// defines KEYHOLE_PATH, its name, KEYHOLE_VECTOR, its vector type, and KEYHOLE_PROMPT_TILES, how its
-// prompts read keys and values. Everything lies in a namespace of its own, and no template of the
-// standard library is used, so that code for newer processors can never be linked in place of code
-// for older ones.
+// defines KEYHOLE_PATH, its name, KEYHOLE_VECTOR, its vector type, KEYHOLE_PROMPT_TILES, how its
+// prompts read keys and values, and KEYHOLE_INT8_TILES, if it multiplies int8 without widening.
+// Everything lies in a namespace of its own, and no template of the standard library is used, so
+// that code for newer processors can never be linked in place of code for older ones.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,6 +19,11 @@ namespace {
 #include KEYHOLE_VECTOR
 #include "threads.h"
 #include "tile.h"
+#ifdef KEYHOLE_INT8_TILES
+#include KEYHOLE_INT8_TILES
+#else
+using Int8Digits = QueryForm<int8>;
+#endif
 #include "low_rank.h"
 #include "source.h"
 #include "row_blocks.h"
@@ -53,7 +58,9 @@ void any_attend(const Attend& a) {
         case DType::float32: return Attention<float>(a).run();
         case DType::bfloat16: return Attention<bfloat16>(a).run();
         case DType::float16: return Attention<float16>(a).run();
-        case DType::int8: return Attention<int8, float>(a).run();
+        case DType::int8:
+            if (a.rounded) return Attention<int8, float, Int8Digits>(a).run();
+            return Attention<int8, float>(a).run();
         case DType::e4m3: return Attention<e4m3, float>(a).run();
     }
 }

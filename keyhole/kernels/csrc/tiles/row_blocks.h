@@ -1,9 +1,12 @@
 // Rows of one sequence, one after another, as speculation verifies them: each reads what the row
 // before it reads, and newer tokens. A block of such rows reads the tokens that they share once.
 
+// Splits consist of whole tiles of any kind.
+constexpr int64_t kWhole = 64;
+
 // Tokens of a split, for a row that reads so many.
 static inline int64_t chunk_size(int64_t tokens) {
-    const int64_t size = rounded_up((tokens + 31) / 32, kTile);
+    const int64_t size = rounded_up((tokens + 31) / 32, kWhole);
     return size < 512 ? 512 : size > 4096 ? 4096 : size;
 }
 
@@ -45,7 +48,7 @@ class RowBlocks {
         int64_t begin, end;
         range(first_[block], h, begin, end);
         if (a_.indices) end -= end && a_.unit > 1 ? a_.unit : 0;  // a page that is not yet full
-        return end / kTile * kTile;
+        return end / kWhole * kWhole;
     }
 
   private:

@@ -1,4 +1,4 @@
-// The tokens that a sequence reads, sixteen at a time. Tokens are indexed in the order of the
+// The tokens that a sequence reads, a tile at a time. Tokens are indexed in the order of the
 // selection ("reading order"), so that any range of it can be one thread's task.
 
 template <class T>
@@ -12,10 +12,11 @@ struct Source {
     LowRankKeys<T>* low_rank = nullptr;
 
     // The next tile from `at`; returns the index after it.
-    int64_t next(int64_t at, int64_t end, Tile<T>& tile) const {
+    template <int N>
+    int64_t next(int64_t at, int64_t end, Tile<T, N>& tile) const {
         tile.count = 0;
         tile.rebuilt = 0;
-        while (tile.count < kTile && at < end) {
+        while (tile.count < N && at < end) {
             int64_t position = at, run = 1;
             if (entries && unit == 1) {
                 position = entries[at];
@@ -31,7 +32,7 @@ struct Source {
                 run = page_size - (position - entry_of(position) * page_size);
             }
             if (run > end - at) run = end - at;
-            if (run > kTile - tile.count) run = kTile - tile.count;
+            if (run > N - tile.count) run = N - tile.count;
             at += run;
             if (position < low) {
                 run -= low - position;
@@ -42,9 +43,9 @@ struct Source {
             add(position, run, tile);
         }
         if (entries && unit == 1)  // scattered in the table: prefetched too
-            for (int i = 0; i < kTile && at + i < end; i++)
+            for (int i = 0; i < N && at + i < end; i++)
                 __builtin_prefetch(table + entry_of(entries[at + i]));
-        for (int t = tile.count; tile.count && t < kTile; t++) {
+        for (int t = tile.count; tile.count && t < N; t++) {
             tile.key[t] = tile.key[0];  // read, but ignored
             tile.value[t] = tile.value[0];
         }
@@ -57,7 +58,8 @@ struct Source {
         return power ? position >> __builtin_ctzll(page_size) : position / page_size;
     }
 
-    void add(int64_t position, int64_t run, Tile<T>& tile) const {
+    template <int N>
+    void add(int64_t position, int64_t run, Tile<T, N>& tile) const {
         const int64_t entry = entry_of(position), place = position - entry * page_size;
         const int64_t page = table[entry];
         const T* key = keys + page * key_pages.page_stride + place * key_pages.token_stride;
@@ -77,20 +79,21 @@ struct Source {
 
 // The tiles of a range in order, each with a later one to prefetch: the next one, or the one after
 // it where tiles are so small that memory latency exceeds the work.
-template <class T>
+template <class T, int N = kTile>
 class Tiles {
   public:
     // `numbers`: of a token, its key and its value.
     Tiles(const Source<T>& source, int64_t begin, int64_t end, int64_t numbers)
         : source_(source), end_(end), at_(begin) {
         const bool tokens = source.entries && source.unit == 1;  // no gain there, on AVX2 a loss
-        far_ = tokens || numbers * sizeof(T) > kSmall ? 1 : 2;
+        const int64_t bytes = numbers * sizeof(T);
+        far_ = tokens || bytes > kSmall || N * bytes > kSmallTile ? 1 : 2;
         for (int i = 0; i <= far_; i++) at_ = source_.next(at_, end_, tiles_[i]);
     }
     bool left() const { return tiles_[now_].count > 0; }
-    const Tile<T>& tile() const { return tiles_[now_]; }
-    const Tile<T>* ahead() const {
-        const Tile<T>& later = tiles_[(now_ + far_) % (far_ + 1)];
+    const Tile<T, N>& tile() const { return tiles_[now_]; }
+    const Tile<T, N>* ahead() const {
+        const Tile<T, N>& later = tiles_[(now_ + far_) % (far_ + 1)];
         return later.count ? &later : nullptr;
     }
     void advance() {
@@ -99,10 +102,11 @@ class Tiles {
     }
 
   private:
-    static constexpr size_t kSmall = 256;  // bytes of a token; measured (benchmarks/LOG.md)
+    // Bytes of a token, of a tile; measured (benchmarks/LOG.md).
+    static constexpr int64_t kSmall = 256, kSmallTile = 8192;
     const Source<T> source_;
     const int64_t end_;
     int64_t at_;
     int far_, now_ = 0;
-    Tile<T> tiles_[3];
+    Tile<T, N> tiles_[3];
 };

@@ -7,12 +7,14 @@ constexpr int kTile = 16;
 static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-template <class T>
+// N tokens of a sequence, or fewer; the pointers of missing ones are valid, too.
+template <class T, int N = kTile>
 struct Tile {
+    static constexpr int size = N;
     int count = 0;
-    const T* key[kTile];
-    const T* value[kTile];
-    int64_t position[kTile];
+    const T* key[N];
+    const T* value[N];
+    int64_t position[N];
     uint32_t rebuilt = 0;  // bit mask of tokens whose `key` is a row of coefficients
 };
 
@@ -242,16 +244,17 @@ static inline Vector capped(Vector s, float softcap) {
 }
 
 // Turns the scores of one row into weights, in place, and updates its running state.
+template <int N = kTile>
 [[gnu::always_inline]] static inline void weigh(float* scores, const Rows& rows, int64_t row) {
     constexpr int W = Vector::width;
     Vector high = load(scores);
-    for (int t = W; t < kTile; t += W) high = max(high, load(scores + t));
+    for (int t = W; t < N; t += W) high = max(high, load(scores + t));
     // Rare after the first few tiles: finding the largest score takes longer than everything else.
     if (any_above(high, broadcast(rows.largest[row]))) raise(rows, row, largest(high));
     const float now = rows.largest[row];
     const Vector origin = broadcast(now == -INFINITY ? 0.0f : now);
     Vector sum = load(rows.weight + row * W);
-    for (int t = 0; t < kTile; t += W) {
+    for (int t = 0; t < N; t += W) {
         const Vector w = exponential(load(scores + t) - origin);
         store(scores + t, w);
         sum = sum + w;
@@ -261,21 +264,21 @@ static inline Vector capped(Vector s, float softcap) {
 
 // Scores of H rows, scaled and capped; tokens that a row must not see score -infinity. A row sees
 // positions above `after[row]` and up to `until[row]`; null: all.
-template <class T, int H>
-static inline void finish_scores(float* scores, const Tile<T>& tile, const Scoring& how,
+template <class T, int H, int N>
+static inline void finish_scores(float* scores, const Tile<T, N>& tile, const Scoring& how,
                                  const int64_t* after, const int64_t* until) {
     constexpr int W = Vector::width;
-    for (int i = 0; i < H * kTile; i += W) {
+    for (int i = 0; i < H * N; i += W) {
         Vector s = load(scores + i) * broadcast(how.scale);
         if (how.softcap != 0.0f) s = capped(s, how.softcap);
         store(scores + i, s);
     }
     for (int h = 0; h < H; h++) {
-        for (int t = tile.count; t < kTile; t++) scores[h * kTile + t] = -INFINITY;
+        for (int t = tile.count; t < N; t++) scores[h * N + t] = -INFINITY;
         if (until)
             for (int t = 0; t < tile.count; t++)
                 if (tile.position[t] > until[h] || tile.position[t] <= after[h])
-                    scores[h * kTile + t] = -INFINITY;
+                    scores[h * N + t] = -INFINITY;
     }
 }
 
@@ -335,3 +338,17 @@ static inline void keep_query(const T* from, int64_t D, typename Product<K>::Que
         store(to + d, min(broadcast(high), max(broadcast(low), q)), n);
     }
 }
+
+// How attention keeps a row's query, and how many tokens it reads at a time. A processor path may
+// have another way for some numbers.
+template <class K>
+struct QueryForm {
+    using Number = typename Product<K>::Query;
+    static constexpr int tokens = kTile;
+    static constexpr bool reads_scales = false;  // `attend_tile` takes them
+    static int64_t size(int64_t D) { return rounded_up(D, Product<K>::step); }
+    template <class T>
+    static void keep(const T* from, int64_t D, Number* to) {
+        keep_query<T, K>(from, D, to);
+    }
+};
