@@ -33,8 +33,9 @@ from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameErr
 from keyhole.models import families
 from keyhole.models.device_map import DeviceMap
 from keyhole.models.loading import adopt, load
+from keyhole.models.locate import Origin
 from keyhole.models.model import Model
-from keyhole.models.shrink import random_model, shrink
+from keyhole.models.shrink import is_remote, random_model, shrink
 from keyhole.models.text_part import text_part
 from keyhole.policies.controls import Full
 
@@ -97,16 +98,23 @@ def load_exact(
     weights: str | None,
     adapters: Mapping[str, str | Path] | None,
     device_map: DeviceMap = None,
+    origin: Origin | None = None,
 ) -> Model:
     """The model of an `LLM`, for its arguments; ModelError for a family that is not exact."""
     if device_map is not None and isinstance(model, PreTrainedModel | Model):
         raise ConfigError(
             "device_map= goes with the name of a model, which it places while loading"
         )
+    origin = origin or Origin()
+    if origin != Origin() and isinstance(model, PreTrainedModel | Model):
+        raise ConfigError(
+            "revision=, subfolder= and trust_remote_code= go with the name of a model, and this "
+            "one is loaded already"
+        )
     if isinstance(model, PreTrainedModel):
         return adopt(model, tokenizer, device, dtype, require, weights, adapters)
     if not isinstance(model, Model):
-        return load(model, device, dtype, tokenizer, require, weights, adapters, device_map)
+        return load(model, device, dtype, tokenizer, require, weights, adapters, device_map, origin)
     if weights is not None:
         raise ConfigError(
             f"weights {weights!r} goes to keyhole.models.loading.load with this model"
@@ -221,6 +229,8 @@ class _quiet:  # noqa: N801 - reads as a word after `with`
 
 def _known(config: Any, name: str) -> tuple[Exactness, bool]:
     """The verdict, and whether it was measured now."""
+    if is_remote(config):  # its code may change under the same name
+        return measure(config, name), True
     try:
         families.check(config, name)
         key = _digest(shrink(config))

@@ -24,6 +24,7 @@ from keyhole.engine.sequence import Piece, Result, Sequence, piece_of, result_of
 from keyhole.errors import ConfigError, RequestError
 from keyhole.exactness_gate import load_exact
 from keyhole.models.device_map import DeviceMap
+from keyhole.models.locate import Origin
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -84,6 +85,10 @@ class LLM:
         policy: An object such as `Delta(token_budget=1024)`, text such as
             "delta:token_budget=1024", the path of a settings file written by
             `keyhole eval --suite paper`, or None for dense attention.
+        revision: A branch, tag or commit of a model on the hub; None: its main branch.
+        subfolder: The folder inside the model's folder or hub id in which its files are.
+        trust_remote_code: Whether Python files of the model run, for a family that transformers
+            does not have. They can do anything that you can.
         tokenizer: An object, or its folder or name; by default the model's own. A model loaded by
             transformers has none.
         device: "auto", "cpu", "cuda", "cuda:0", or a torch device.
@@ -143,6 +148,9 @@ class LLM:
         model: str | Path | PreTrainedModel | Model,
         policy: Policy | str | Path | None = None,
         *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        trust_remote_code: bool = False,
         tokenizer: Any = None,
         device: str | torch.device = "auto",
         device_map: DeviceMap = None,
@@ -197,7 +205,8 @@ class LLM:
             host_document_bytes=_bytes(host_document_bytes, "host_document_bytes"),
         )
         chosen = make_policy(policy)
-        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters, device_map)
+        origin = Origin(revision, subfolder, trust_remote_code)
+        loaded = load_exact(model, tokenizer, device, dtype, weights, adapters, device_map, origin)
         require_depth(policy, loaded.geometry(page_size).num_layers)
         self.engine = Engine(loaded, chosen, config)
         self._documents: dict[str | None, Documents] = {}

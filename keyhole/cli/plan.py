@@ -29,7 +29,6 @@ from keyhole.config import (
     setting,
 )
 from keyhole.errors import ConfigError
-from keyhole.models.locate import TINY
 from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.models import checkpoint
     from keyhole.planner import MemoryPlan
 
-    name = TINY if arguments.model is None else arguments.model
-    shape = checkpoint.read(name, settings.dtype, _build)
+    shape = checkpoint.read(flags.find_model(arguments), settings.dtype, _build)
     model = memory_model(shape, settings)
     if settings.memory is not None:
         plan = MemoryPlan.for_cache(model, settings.memory)

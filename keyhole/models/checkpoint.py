@@ -216,8 +216,10 @@ def _check_planned(config: Any, name: str) -> None:
         )
 
 
-def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> Checkpoint:
-    """The shape of "tiny", of a folder, or of a hub id in the local cache or on the hub.
+def read(
+    model: str | Path | ModelFiles, dtype: str = "auto", build: Build | None = None
+) -> Checkpoint:
+    """The shape of "tiny", of a folder, of a hub id in the local cache or on the hub, or of files.
 
     dtype: "auto" is the config's. build: for families that are not in `DEFAULTS`, which need
     transformers; without it they are refused. ModelError as `keyhole.models.loading.load`
@@ -225,7 +227,7 @@ def read(name: str | Path, dtype: str = "auto", build: Build | None = None) -> C
     """
     if dtype != "auto" and dtype not in ITEMSIZES:
         raise UnknownNameError("dtype", dtype, ["auto", *ITEMSIZES])
-    place = locate(name)
+    place = model if isinstance(model, ModelFiles) else locate(model)
     name, path = place.shown, place.config
     if place.gguf is not None and build is None:
         raise ModelError(f"the shape of the GGUF file {name!r} is read with transformers only")

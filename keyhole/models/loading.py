@@ -42,6 +42,7 @@ from keyhole.models.device_map import (
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.locate import (
     ModelFiles,
+    Origin,
     bundled_name,
     ignored_adapter,
     locate,
@@ -93,6 +94,7 @@ def load(
     weights: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     device_map: DeviceMap = None,
+    origin: Origin | None = None,
 ) -> Model:
     """Loads a checkpoint: "tiny" (the bundled model), a folder, or a hub id.
 
@@ -101,13 +103,15 @@ def load(
     "int8", with a group size such as "int4:group_size=32", to pack those of linear layers;
     "dequantised": the blocks of a GGUF file as plain numbers; None: as they are stored.
     adapters: folders of LoRA adapters from which each request may choose one, by name. device_map:
-    "auto", or a device for each of some modules, instead of `device`.
+    "auto", or a device for each of some modules, instead of `device`. origin: a revision, a
+    subfolder, and whether code of the model may run.
     ModelError for a model that cannot be found, is damaged or cannot be run.
     """
     place, number = one_device(device), _dtype(dtype)  # before anything is downloaded
     _require_cpu(weight_format(weights), place)
     require_alone(device_map, device)
-    return load_files(locate(name), place, number, tokenizer, accept, weights, adapters, device_map)
+    found = locate(name, origin or Origin())
+    return load_files(found, place, number, tokenizer, accept, weights, adapters, device_map)
 
 
 def load_files(
@@ -364,6 +368,12 @@ def _read_whole_config(found: ModelFiles) -> Any:
     except ModelError:
         raise
     except Exception as error:  # any library involved may raise its own error
+        if "trust_remote_code" in str(error) and not found.origin.trust_remote_code:
+            raise ModelError(
+                f"{found.shown!r} is of a family that transformers does not have, and brings code "
+                "for it; to run that code, which can do anything that you can, give "
+                "trust_remote_code=True, or --trust-remote-code"
+            ) from error
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
             f"the config of {found.shown!r} cannot be read: {one_line(error)}{why}"

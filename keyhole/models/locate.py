@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from keyhole.errors import ConfigError, ModelError, UnknownNameError, one_line
@@ -73,13 +74,44 @@ _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Which files of a model are meant, and whether code among them may run.
+
+    revision: a branch, tag or commit of a hub id; None: its main branch. subfolder: the folder of
+    the model inside it; None: the top. trust_remote_code: whether Python files of the model are
+    run, for families that transformers does not have. ConfigError for a wrong one.
+    """
+
+    revision: str | None = None
+    subfolder: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("revision", self.revision), ("subfolder", self.subfolder)):
+            if value is not None and not (isinstance(value, str) and value.strip()):
+                raise ConfigError(f"{name} must be text that is not empty, not {value!r}")
+        inside = Path(self.subfolder or ".")
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ConfigError(
+                f"subfolder must be a folder inside the model's, not {self.subfolder!r}"
+            )
+
+    def place_of(self, file: str) -> str:
+        """The path of a file of the model, from the top."""
+        return file if self.subfolder is None else f"{self.subfolder.strip('/')}/{file}"
+
+
+_MAIN = Origin()
+
+
+@dataclass(frozen=True)
 class ModelFiles:
     """A model's files. name: a folder or a hub id. config: its config.json, or its GGUF file.
 
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
     has_adapter: there is a LoRA adapter next to the weights. gguf: the GGUF file in the folder that
     holds config, weights and tokenizer; None: they are in files of their own. adapter: the folder
-    of a LoRA adapter that is merged into these weights.
+    of a LoRA adapter that is merged into these weights. origin: as it was given to `locate`.
     """
 
     name: str
@@ -88,6 +120,7 @@ class ModelFiles:
     has_adapter: bool
     gguf: str | None = None
     adapter: Path | None = None
+    origin: Origin = _MAIN
 
     @property
     def shown(self) -> str:
@@ -99,23 +132,48 @@ class ModelFiles:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of every `from_pretrained` of transformers; it would ask about remote code."""
-        found = {"local_files_only": self.unreachable is not None, "trust_remote_code": False}
-        return found if self.gguf is None else found | {"gguf_file": self.gguf}
+        found: dict[str, Any] = {
+            "local_files_only": self.unreachable is not None,
+            "trust_remote_code": self.origin.trust_remote_code,
+        }
+        if self.gguf is not None:
+            return found | {"gguf_file": self.gguf}
+        if Path(self.name).is_dir():
+            return found
+        if self.origin.revision is not None:
+            found["revision"] = self.origin.revision
+        return found | {"subfolder": self.origin.subfolder or ""}
 
 
-def locate(model: str | Path) -> ModelFiles:
+def locate(model: str | Path, origin: Origin = _MAIN) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
-    ConfigError for an invalid name; ModelError, with the cause, for a model that is not found.
+    ConfigError for an invalid name, and for a revision of what is no hub id; ModelError, with the
+    cause, for a model that is not found.
     """
     name = named(model)
     folder = Path(name)
+    if origin.revision is not None and (folder.exists() or name.lower().endswith(".gguf")):
+        raise ConfigError(
+            f"revision {origin.revision!r} is for a hub id, and {name!r} is a place on this "
+            "machine: leave it out"
+        )
+    return replace(_located(name, origin), origin=origin)
+
+
+def _located(name: str, origin: Origin) -> ModelFiles:
+    folder = Path(name)
+    if origin.subfolder is not None and folder.is_dir():
+        folder /= origin.subfolder
+        name = str(folder)
+        if not folder.is_dir():
+            raise ModelError(f"there is no folder {name!r}{_nearest(folder)}")
     if name.lower().endswith(".gguf") and not folder.is_dir():
         return _in_gguf(folder)
     if folder.is_file():
         raise ModelError(f"{name!r} is a file; give the folder of a model, where its {_CONFIG} is")
     if not folder.is_dir():
-        return _on_hub(name)
+        return _on_hub(name, origin)
     weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and not weights:
@@ -126,11 +184,11 @@ def locate(model: str | Path) -> ModelFiles:
     if not (folder / _CONFIG).is_file():
         if not (folder / ADAPTER).is_file():
             raise ModelError(f"folder {name!r} holds no model: it has no {_CONFIG}")
-        return _base_of(folder)
+        return _base_of(folder, replace(origin, revision=None, subfolder=None))
     return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
 
 
-def _base_of(adapter: Path) -> ModelFiles:
+def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
     """The model that an adapter was trained for, and the adapter."""
     path = adapter / ADAPTER
     try:
@@ -140,7 +198,7 @@ def _base_of(adapter: Path) -> ModelFiles:
             f"{str(path)!r} names no model that the adapter is for: {one_line(error)}"
         ) from error
     try:
-        found = locate(base)
+        found = locate(base, origin)
     except (ConfigError, ModelError) as error:
         raise ModelError(
             f"the adapter {str(adapter)!r} is for the model {base!r}, which is not found: {error}; "
@@ -175,31 +233,31 @@ def ignored_adapter(found: ModelFiles) -> ModelError:
     )
 
 
-def _on_hub(name: str) -> ModelFiles:
+def _on_hub(name: str, origin: Origin) -> ModelFiles:
     """The files of a hub id; what is in the local cache if the hub does not answer."""
     try:
-        known = _known(name, _CONFIG)
+        known = _known(name, _CONFIG, origin)
     except HFValidationError as error:
-        raise _unknown(name, error) from error
-    silence, has_adapter = _ask(name)
+        raise _unknown(name, error, origin) from error
+    silence, has_adapter = _ask(name, origin)
     if silence is None:
         try:
-            config = Path(hf_hub_download(name, _CONFIG))
+            config = Path(hf_hub_download(name, origin.place_of(_CONFIG), revision=origin.revision))
         except Exception as found:  # the network and the disk raise their own errors
-            raise _unknown(name, found) from found
+            raise _unknown(name, found, origin) from found
         return ModelFiles(name, config, None, has_adapter)
     if known is None:
-        raise _unknown(name, silence) from silence
-    return ModelFiles(name, known, _why(silence), _known(name, ADAPTER) is not None)
+        raise _unknown(name, silence, origin) from silence
+    return ModelFiles(name, known, _why(silence, origin), _known(name, ADAPTER, origin) is not None)
 
 
-def _known(name: str, file: str) -> Path | None:
+def _known(name: str, file: str, origin: Origin) -> Path | None:
     """A file of a hub id in the local cache."""
-    found = try_to_load_from_cache(name, file)
+    found = try_to_load_from_cache(name, origin.place_of(file), revision=origin.revision)
     return Path(found) if isinstance(found, str) else None
 
 
-def _ask(name: str) -> tuple[Exception | None, bool]:
+def _ask(name: str, origin: Origin) -> tuple[Exception | None, bool]:
     """Why the hub has no config of this name, None if it has one; and whether it has an adapter.
 
     Takes at most `_PATIENCE` seconds; no request is made under HF_HUB_OFFLINE.
@@ -210,12 +268,12 @@ def _ask(name: str) -> tuple[Exception | None, bool]:
 
     def ask() -> None:
         try:
-            _head(name, _CONFIG)
+            _head(name, _CONFIG, origin)
         except Exception as error:  # noqa: BLE001 - the hub's client and the network have their own
             answers.append((error, False))
             return
         try:
-            _head(name, ADAPTER)
+            _head(name, ADAPTER, origin)
         except Exception:  # noqa: BLE001 - most models have none
             answers.append((None, False))
         else:
@@ -230,34 +288,34 @@ def _ask(name: str) -> tuple[Exception | None, bool]:
     return TimeoutError(f"no answer within {_PATIENCE:g} seconds"), False
 
 
-def _head(name: str, file: str) -> Any:
-    return get_hf_file_metadata(hf_hub_url(name, file), timeout=_PATIENCE)
+def _head(name: str, file: str, origin: Origin) -> Any:
+    url = hf_hub_url(name, origin.place_of(file), revision=origin.revision)
+    return get_hf_file_metadata(url, timeout=_PATIENCE)
 
 
-def _unknown(name: str, error: Exception) -> ModelError:
+def _unknown(name: str, error: Exception, origin: Origin) -> ModelError:
     """The error for a name that is neither a folder nor a model on the hub."""
     return ModelError(
         f"unknown model {name!r}: it is not a folder{_nearest(Path(name))}, it is not in the hub's "
-        f"local cache, and {_why(error)}"
+        f"local cache, and {_why(error, origin)}"
     )
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, origin: Origin) -> str:
     """Why the hub returned no model."""
-    if isinstance(error, GatedRepoError):
-        return "the hub asks for permission: get it on the model's page, then run `hf auth login`"
-    if isinstance(error, RepositoryNotFoundError):
-        return "the hub has no such model, or a private one: then run `hf auth login`"
-    if isinstance(error, RemoteEntryNotFoundError):
-        return (
-            f"on the hub it has no {_CONFIG}, as LoRA adapters and GGUF files have none: give the "
-            "model that it was made of"
-        )
-    if isinstance(error, HFValidationError):
-        return "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to ask the hub"
-    return f"the hub cannot be reached ({one_line(error)})"
+    reasons = {
+        GatedRepoError: "the hub asks for permission: get it on the model's page, then run "
+        "`hf auth login`",
+        RepositoryNotFoundError: "the hub has no such model, or a private one: then run "
+        "`hf auth login`",
+        RevisionNotFoundError: f"on the hub it has no revision {origin.revision!r}",
+        RemoteEntryNotFoundError: f"on the hub it has no {origin.place_of(_CONFIG)}, as LoRA "
+        "adapters and GGUF files have none: give the model that it was made of",
+        HFValidationError: "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'",
+        OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids to ask the hub",
+    }
+    told = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), None)
+    return told or f"the hub cannot be reached ({one_line(error)})"
 
 
 def _nearest(folder: Path, files: str = f"*/{_CONFIG}") -> str:

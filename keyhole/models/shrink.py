@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
@@ -259,6 +260,16 @@ def _set(config: Any, name: str, value: Any) -> None:
         return
 
 
+def is_remote(config: Any) -> bool:
+    """Whether its class is code of a checkpoint, which the user has trusted."""
+    return bool(type(config).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
+
+
+def network_of(config: Any, **options: Any) -> Any:
+    """A network with new weights, of transformers' class or that of trusted code."""
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=is_remote(config), **options)
+
+
 def random_model(config: Any) -> PreTrainedModel:
     """A model of this config in float32, with weights at which every part matters.
 
@@ -267,7 +278,7 @@ def random_model(config: Any) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     try:
-        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        network: Any = network_of(config, dtype=torch.float32)
     except Exception as error:
         raise ModelError(f"no small model can be made: {one_line(error)}") from error
     generator = torch.Generator().manual_seed(1)
@@ -289,7 +300,7 @@ def build(place: ModelFiles) -> Built:
     """A model's config and the sizes of its weights; no memory is taken."""
     config = read_config(place)
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+        network = network_of(config)
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network
@@ -305,7 +316,7 @@ def mapped(place: ModelFiles, dtype: torch.dtype) -> PreTrainedModel | None:
     """
     config = read_config(place)
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        network = network_of(config, dtype=dtype)
     stored: dict[str, torch.Tensor] = {}
     for path in sorted(Path(place.name).glob("*.safetensors")):
         with safe_open(path, framework="pt") as weights:

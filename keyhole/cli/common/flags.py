@@ -20,7 +20,7 @@ from keyhole.config import (
     read_setting,
 )
 from keyhole.errors import ConfigError
-from keyhole.models.locate import TINY, ModelFiles, is_tiny, locate
+from keyhole.models.locate import TINY, ModelFiles, Origin, is_tiny, locate
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.prefill import make_prefill_policy
@@ -47,6 +47,12 @@ def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
     """--model; --device and --dtype where the model is loaded."""
     text = "folder, hub id, GGUF file, or tiny, the bundled demonstration model; default: tiny"
     parser.add_argument("--model", metavar="MODEL", help=text)
+    text = "branch, tag or commit of a hub id; default: its main branch"
+    parser.add_argument("--revision", metavar="NAME", help=text)
+    text = "folder inside the model's folder or hub id in which its files are"
+    parser.add_argument("--subfolder", metavar="PATH", help=text)
+    text = "run Python files of the model, for a family that transformers does not have"
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
     if not loads:
         return
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0")
@@ -184,7 +190,9 @@ def find_model(arguments: argparse.Namespace) -> ModelFiles:
     once. Commands that import them earlier call it themselves.
     """
     if "model_files" not in arguments:
-        arguments.model_files = locate(TINY if arguments.model is None else arguments.model)
+        origin = Origin(arguments.revision, arguments.subfolder, arguments.trust_remote_code)
+        model = TINY if arguments.model is None else arguments.model
+        arguments.model_files = locate(model, origin)
     found: ModelFiles = arguments.model_files
     return found
 

@@ -1,0 +1,169 @@
+"""A revision and a subfolder of a model, and code that it brings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from keyhole import LLM, ConfigError, ModelError, SamplingParams
+from keyhole.cli import main
+from keyhole.models.loading import load
+from keyhole.models.locate import Origin, locate
+from tests.checkpoints import make_model
+
+_COMMITS = {"main": "0" * 40, "v2": "1" * 40}
+
+_CONFIG_CODE = """
+from transformers import LlamaConfig
+
+class DoublingConfig(LlamaConfig):
+    model_type = "doubling"
+"""
+_MODEL_CODE = """
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from .configuration_doubling import DoublingConfig
+
+class DoublingMLP(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+class DoublingForCausalLM(LlamaForCausalLM):
+    config_class = DoublingConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = DoublingMLP(config)
+        self.post_init()
+"""
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Two revisions of some/body in the local cache, each with a model at the top and in deep/er.
+
+    The hub is not asked. Returns the folders of the models at the top.
+    """
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "models--some--body"
+    (folder / "refs").mkdir(parents=True)
+    found = {}
+    for seed, (name, commit) in enumerate(_COMMITS.items()):
+        (folder / "refs" / name).write_text(commit)
+        found[name] = folder / "snapshots" / commit
+        for place, number in ((found[name], seed), (found[name] / "deep" / "er", 10 + seed)):
+            made = make_model("llama", tmp_path / "made", tokenizer=True, seed=number)
+            shutil.copytree(made, place, dirs_exist_ok=True)
+    return found
+
+
+def _tokens(llm: LLM) -> list[int]:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    return list(llm.generate([[5, 9, 2, 7]], params)[0].token_ids)
+
+
+@pytest.mark.parametrize("subfolder", [None, "deep/er"])
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_a_revision_and_a_subfolder_of_a_hub_id_are_loaded(
+    cached: dict[str, Path], revision: str | None, subfolder: str | None
+) -> None:
+    folder = cached[revision or "main"] / (subfolder or ".")
+    wanted = load(folder, "cpu").network.state_dict()
+    found = load("some/body", "cpu", origin=Origin(revision, subfolder)).network.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_subfolder_of_a_folder_is_a_model_of_its_own(cached: dict[str, Path]) -> None:
+    found = locate(cached["main"], Origin(subfolder="deep/er"))
+    assert found.config == cached["main"] / "deep" / "er" / "config.json"
+    with pytest.raises(ModelError, match=r"there is no folder .*eq"):
+        locate(cached["main"], Origin(subfolder="deep/eq"))
+
+
+def test_an_unknown_revision_is_not_another_one(cached: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match="unknown model 'some/body'"):
+        locate("some/body", Origin(revision="v3"))
+
+
+@pytest.mark.parametrize("subfolder", ["", "/etc", "../other", "a/../../b"])
+def test_a_subfolder_is_inside(subfolder: str) -> None:
+    with pytest.raises(ConfigError, match="subfolder must be"):
+        Origin(subfolder=subfolder)
+
+
+def test_a_folder_has_no_revision(cached: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="revision 'v2' is for a hub id"):
+        LLM(cached["main"], revision="v2")
+    loaded = load(cached["main"], "cpu")
+    with pytest.raises(ConfigError, match="go with the name of a model"):
+        LLM(loaded, subfolder="deep")
+
+
+def test_the_command_line_takes_them(
+    cached: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "--model", "some/body", "--memory", "1MiB"]
+    assert main([*plan, "--revision", "v2", "--subfolder", "deep/er"]) == 0
+    assert main([*plan, "--revision", "v3"]) != 0
+    assert "unknown model 'some/body'" in capsys.readouterr().err
+
+
+def _with_code(folder: Path, code: str) -> Path:
+    """A checkpoint of a family that transformers does not have, with its classes."""
+    place = Path(make_model("llama", folder)).rename(folder / folder.name)
+    (place / "configuration_doubling.py").write_text(_CONFIG_CODE)
+    (place / "modeling_doubling.py").write_text(code)
+    config = json.loads((place / "config.json").read_text())
+    config |= {
+        "model_type": "doubling",
+        "architectures": ["DoublingForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_doubling.DoublingConfig",
+            "AutoModelForCausalLM": "modeling_doubling.DoublingForCausalLM",
+        },
+    }
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Code is copied to a folder that is thrown away."""
+    place = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", place)
+        yield
+
+
+@pytest.mark.usefixtures("modules")
+def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    place = _with_code(tmp_path / "doubling", _MODEL_CODE)
+    with pytest.raises(ModelError, match="give trust_remote_code=True"):
+        LLM(place)
+    llm = LLM(place, trust_remote_code=True, device="cpu", dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
+    tokens = torch.tensor([[5, 9, 2, 7]])
+    with torch.no_grad():
+        for _ in range(8):
+            tokens = torch.cat([tokens, theirs(tokens).logits[:, -1:].argmax(-1)], 1)
+    assert _tokens(llm) == tokens[0, 4:].tolist()
+
+
+@pytest.mark.usefixtures("modules")
+def test_code_that_is_not_exact_is_refused(tmp_path: Path) -> None:
+    """Here each token depends on those before it by more than attention."""
+    wrong = _MODEL_CODE.replace("2 * super().forward(x)", "x.cumsum(1) + super().forward(x)")
+    place = _with_code(tmp_path / "summing", wrong)
+    with pytest.raises(ModelError, match="logits differ"):
+        LLM(place, trust_remote_code=True, device="cpu")
