@@ -29,10 +29,15 @@ class KeyholeError(Exception):
         return _again, (type(self), self.args), self.__dict__ or None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, and the second where the first ends in a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or ["no message"]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def one_line(error: BaseException) -> str:
     """Any library's error as a message has it: its type and its first line."""
-    line = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {line}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _again(cls: type[KeyholeError], arguments: tuple[Any, ...]) -> KeyholeError:

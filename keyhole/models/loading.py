@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_peft_available
 
+from keyhole.config import SamplingParams
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -61,10 +63,12 @@ from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters
 from keyhole.models.weights.packing import pack_weights
+from keyhole.models.weights.safetensors_files import damage
 from keyhole.models.weights.stored import (
     check_stored,
     log_once,
     require_known,
+    require_scales_used,
     require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
@@ -134,6 +138,8 @@ def load_files(
     config = text_part(whole)
     families.check(config, shown)
     require_known(config, shown)
+    _require_defaults(found)
+    _require_dtype(config.dtype if number == "auto" else number, shown)
     if found.gguf is None:
         require_suitable(config, weights, shown)
     if accept is not None:
@@ -145,6 +151,7 @@ def load_files(
         announce(whole, config, shown)
     keeps = weights is None and place.type == "cpu" and gguf_file.keeps_blocks(found, config)
     network = _load_network(found, config, number, is_part=config is not whole, keeps=keeps)
+    _require_dtype(network.dtype, shown)
     if found.gguf is not None:
         # Transformers' quantiser has done its work: what runs is a plain model, or ours.
         network.config.__dict__.pop("quantization_config", None)
@@ -196,8 +203,9 @@ def _load_network(
         network, report = loaded
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
+        line = damage(found.config.parent) or one_line(error)
         raise ModelError(
-            f"the weights of {shown!r} cannot be loaded: {one_line(error)}{why and '; '}{why}"
+            f"the weights of {shown!r} cannot be loaded: {line}{why and '; '}{why}"
         ) from error
     missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
     if missing:
@@ -205,6 +213,7 @@ def _load_network(
             f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of "
             f"another shape, the first is {missing[0]}"
         )
+    require_scales_used(config, report["unexpected_keys"], shown)
     _attend_by_pages(network)
     return network
 
@@ -424,6 +433,30 @@ def _eos(network: Any, config: Any) -> frozenset[int]:
     found = config.eos_token_id if found is None else found
     found = [] if found is None else found
     return frozenset([found] if isinstance(found, int) else found)
+
+
+def _require_defaults(found: ModelFiles) -> None:
+    """ModelError for a damaged file of sampling defaults and end tokens: it would be ignored."""
+    path = found.config.parent / "generation_config.json"
+    if found.gguf is not None or not path.is_file():
+        return
+    try:
+        SamplingParams().resolve(json.loads(path.read_text()))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{str(path)!r} is damaged: {one_line(error)}; mend it, or remove it to do without its "
+            "defaults"
+        ) from error
+
+
+def _require_dtype(dtype: torch.dtype | None, name: str) -> None:
+    """ModelError for numbers that a checkpoint is in and that Keyhole does not compute with."""
+    if dtype is not None and dtype not in _DTYPES.values():
+        right = ", ".join(repr(known) for known in _DTYPES if known != "auto")
+        raise ModelError(
+            f"the weights of {name!r} are in {str(dtype).removeprefix('torch.')}: give dtype= as "
+            f"one of {right}"
+        )
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:

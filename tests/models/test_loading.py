@@ -106,3 +106,81 @@ def test_several_end_tokens_all_end(tmp_path: Path) -> None:
     result = llm.generate({"prompt_token_ids": [9, 8, 7]}, SamplingParams(temperature=0))
     assert result.token_ids == ids[: ids.index(ids[3]) + 1]
     assert result.finish_reason == "stop"
+
+
+def in_shards(checkpoint: Path) -> list[Path]:
+    """The checkpoint's weights in several files."""
+    network = AutoModelForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    network.save_pretrained(checkpoint, max_shard_size="40KB")
+    shards = sorted(checkpoint.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    return shards
+
+
+def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
+    """The message named the folder alone: of thirty files, which one should be downloaded again?"""
+    shard = in_shards(checkpoint)[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9])
+    with pytest.raises(ModelError, match=rf"{shard.name} is damaged \(.*\): download it again"):
+        load(checkpoint)
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"{shard.name} is a pointer of Git LFS: run `git lfs"):
+        load(checkpoint)
+    shard.unlink()
+    with pytest.raises(ModelError, match=rf"{shard.name} is missing: download it"):
+        load(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
+        load(checkpoint)
+
+
+def test_scales_that_no_config_explains_are_refused(checkpoint: Path) -> None:
+    """Weights in FP8 were taken for plain numbers, without their scales: texts were nonsense."""
+    weights = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    scale = weights[name].abs().max() / 448
+    weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+    weights[f"{name}_scale_inv"] = scale.reshape(1, 1)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"first scale is model\.layers\.1.*no quanti"):
+        load(checkpoint, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
+def test_a_stored_dtype_that_is_not_computed_with_is_named(checkpoint: Path, dtype: str) -> None:
+    """float64 ran, although dtype="float64" is refused; float8 failed with a TypeError of torch."""
+    edit(checkpoint / "config.json", dtype=dtype)
+    with pytest.raises(ModelError, match=rf"are in {dtype}: give dtype= as one of 'float32'"):
+        load(checkpoint)
+    assert load(checkpoint, dtype="float32").dtype == torch.float32
+
+
+def test_weights_of_a_dtype_that_no_config_states_are_named(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({k: v.double() for k, v in weights.items()}, checkpoint / "model.safetensors")
+    edit(checkpoint / "config.json", dtype=None)
+    with pytest.raises(ModelError, match="are in float64: give dtype="):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"do_sample": true, "temperature": -1.0}', "temperature -1.0 must be at least 0"),
+    ],
+)
+def test_damaged_defaults_are_named(checkpoint: Path, text: str, reason: str) -> None:
+    """End tokens and sampling were the library's, without a word, or failed with each request."""
+    (checkpoint / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"generation_config\.json' is damaged: .*{reason}"):
+        load(checkpoint)
+
+
+def test_a_reason_in_the_second_line_is_told(checkpoint: Path) -> None:
+    edit(checkpoint / "config.json", num_attention_heads="four")
+    with pytest.raises(ModelError, match=r"'num_attention_heads': TypeError: .*expected int"):
+        load(checkpoint)

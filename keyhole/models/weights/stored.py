@@ -6,6 +6,7 @@ Checks of bitsandbytes' packed weights that no library performs while loading.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -41,6 +42,23 @@ def require_suitable(config: Any, weights: str | None, name: str) -> None:
         raise ConfigError(
             f"the weights of {name!r} are stored as {method} already: leave weights {weights!r} "
             "out, or give the checkpoint that they were made of"
+        )
+
+
+#: What a quantised format stores beside a weight, by the end of its name.
+_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".SCB", ".weight.absmax")
+
+
+def require_scales_used(config: Any, unused: Iterable[str], name: str) -> None:
+    """ModelError for scales of quantised weights that a checkpoint has and nothing multiplies with.
+
+    unused: names in the checkpoint that no module of the model has.
+    """
+    scales = sorted(key for key in unused if key.endswith(_SCALES))
+    if scales and getattr(config, "quantization_config", None) is None:
+        raise ModelError(
+            f"the weights of {name!r} are quantised (the first scale is {scales[0]}), but its "
+            "config has no quantization_config that says how: give the config that belongs to them"
         )
 
 

@@ -1,0 +1,43 @@
+"""Which of a checkpoint's safetensors files cannot be read, and what helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from keyhole.errors import first_line
+
+_INDEX = "model.safetensors.index.json"
+#: How the file begins that stands for another one in a repository without Git LFS.
+_POINTER = b"version https://git-lfs"
+
+
+def damage(folder: Path) -> str | None:
+    """The first file that is missing or damaged, with the remedy; None if all can be read.
+
+    The files are those of the index, or all of the folder. Only their headers are read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+            files = [folder / name for name in sorted(set(listed.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{_INDEX} is damaged: download it again"
+    return next((found for file in files if (found := _of_file(file)) is not None), None)
+
+
+def _of_file(file: Path) -> str | None:
+    try:
+        with file.open("rb") as opened:
+            if opened.read(len(_POINTER)) == _POINTER:
+                return f"{file.name} is a pointer of Git LFS: run `git lfs pull` in its folder"
+        with safe_open(file, framework="pt"):
+            return None
+    except FileNotFoundError:
+        return f"{file.name} is missing: download it"
+    except (OSError, SafetensorError) as error:
+        return f"{file.name} is damaged ({first_line(error)}): download it again"
