@@ -240,6 +240,6 @@ def test_code_in_a_models_folder_does_not_run(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     ran = tmp_path / "ran"
     (path / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n", encoding="utf-8")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="give trust_remote_code=True"):
         load(str(path))
     assert not ran.exists()
