@@ -10,7 +10,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from keyhole.config import is_count
-from keyhole.errors import RequestError
+from keyhole.errors import RequestError, first_line
 
 #: Text, token ids, or {"prompt_token_ids": token ids}.
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
@@ -142,8 +142,9 @@ def chat_text(
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"this model's chat template refuses it: {line}") from error
+            raise RequestError(
+                f"this model's chat template refuses it: {first_line(error)}"
+            ) from error
 
     text = written(plain)
     if "image" not in template or _has_all(text, plain):

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from keyhole.config import is_count, require
 from keyhole.documents.index import DocumentInfo
 from keyhole.documents.search import Found
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     import apsw
@@ -79,8 +79,9 @@ class SentenceEncoder:
                 place, config=config, use_safetensors=True, dtype=torch.float32, **named
             ).eval()
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"embeddings {str(folder)!r} cannot be loaded: {first}") from error
+            raise ConfigError(
+                f"embeddings {str(folder)!r} cannot be loaded: {first_line(error)}"
+            ) from error
         if not self._tokenizer.is_fast:
             raise ConfigError(f"embeddings {str(folder)!r} needs a fast tokenizer")
         prompts = (_json(place / "config_sentence_transformers.json") or {}).get("prompts") or {}

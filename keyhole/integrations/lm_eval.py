@@ -39,7 +39,14 @@ from transformers import AutoTokenizer
 
 from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.errors import ConfigError, KeyholeError, ModelError, RequestError, UnknownNameError
+from keyhole.errors import (
+    ConfigError,
+    KeyholeError,
+    ModelError,
+    RequestError,
+    UnknownNameError,
+    first_line,
+)
 from keyhole.llm import LLM
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -431,10 +438,7 @@ def _tokenizer(name: str | Model, add_bos_token: bool | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, **kwargs)
     except Exception as error:  # transformers, tokenizers and the hub each have their own
-        line = str(error).strip().splitlines()
-        raise ModelError(
-            f"the tokenizer {name!r} cannot be loaded: {line[0] if line else error!r}"
-        ) from error
+        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 def main() -> int:

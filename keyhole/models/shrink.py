@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built

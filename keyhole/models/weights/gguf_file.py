@@ -332,7 +332,7 @@ def _make_room(network: Any, name: str, weight: BlockWeight, dtype: torch.dtype)
         replace_experts(network.get_submodule(parent), own, empty, dtype)
         return
     module: Any = network.get_submodule(name)
-    blocks = BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
+    blocks = {True: BlockLinear, False: BlockEmbedding}[isinstance(module, nn.Linear)]
     replace_weight(module, blocks, empty)
     module.dtype = dtype
 
