@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection, reference
+from keyhole.kernels import ScoreRequest, Selection
 from keyhole.kernels.reference.quantised import STORED
 from tests.effort import examples
 from tests.kernels.paged import DTYPES, Paged, assert_close, paged
-from tests.oracle import attention, bounds, float64, per_page, token_scores, visible
+from tests.oracle import attention, bounds, float64, per_page, token_scores, tokens_of, visible
 
 many = examples(60)
 KV_DTYPES = tuple(STORED)
@@ -146,14 +146,18 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
         assert torch.equal(pages, wanted)
 
 
-def _oracle(held: Paged, window: int | None) -> tuple[np.ndarray, list[np.ndarray]]:
+def _seen(held: Paged, window: int | None = None) -> list[list[int]]:
+    return [visible(length, window) for length in held.lengths.tolist()]
+
+
+def _oracle(held: Paged, read: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Results and weights of each row, all of whose heads read the positions `read[row]`."""
     outs, weights = [], []
-    for row, length in enumerate(held.lengths.tolist()):
-        read = [visible(length, window)] * held.num_kv_heads
+    for row, positions in enumerate(read):
         out, shares = attention(
             float64(held.query[row]),
             *held.tokens(row),
-            read,
+            [positions] * held.num_kv_heads,
             scale=held.scale,
             softcap=held.softcap,
             sinks=held.sinks64(),
@@ -193,7 +197,7 @@ def test_attention_is_that_over_the_dequantised_rows(cases: tuple[Paged, Paged])
     case, held = cases
     found = kernels.attend(_arguments(case), window=case.window, **_options(case))
     assert found.dtype == case.query.dtype
-    wanted, _ = _oracle(held, case.window)
+    wanted, _ = _oracle(held, _seen(held, case.window))
     assert_close(found, wanted, case.query.dtype, loss=digit_losses(case, held)[1])
 
 
@@ -216,9 +220,9 @@ def test_a_selection_of_tokens_or_pages_is_read(
         unit,
     )
     found = kernels.attend(_arguments(case), selection=selection, **_options(case))
-    wanted = reference.attend(_arguments(held), selection=selection, **_options(held))
-    loss = 2e-3 + digit_losses(case, held)[1]
-    assert_close(found, float64(wanted), case.query.dtype, loss=loss)
+    read = [tokens_of(one, unit, int(n)) for one, n in zip(lists, case.lengths, strict=True)]
+    wanted, _ = _oracle(held, read)
+    assert_close(found, wanted, case.query.dtype, loss=digit_losses(case, held)[1])
 
 
 @given(in_8_bits(windows=False))
@@ -233,7 +237,7 @@ def test_scores_are_those_of_the_dequantised_keys(cases: tuple[Paged, Paged]) ->
     out, (largest, pages, groups) = kernels.attend_and_score(
         _arguments(case), requests=requests, **_options(case)
     )
-    wanted, weights = _oracle(held, None)
+    wanted, weights = _oracle(held, _seen(held))
     share, loss = digit_losses(case, held)
     assert_close(out, wanted, case.query.dtype, loss=loss)
     near = {"rtol": 1e-4 + share, "atol": 1e-5}
@@ -336,7 +340,7 @@ def test_queries_and_weights_are_rounded_to_16_bits_at_most(
     out, (found,) = kernels.attend_and_score(
         _arguments(case), requests=(ScoreRequest("group_max", 1),), **_options(case)
     )
-    wanted, (shares,) = _oracle(held, None)
+    wanted, (shares,) = _oracle(held, _seen(held))
     share, loss = digit_losses(case, held)
     assert_close(out, wanted, dtype, loss=loss)
     split = shares.reshape(2, group, length).max(1)

@@ -332,9 +332,12 @@ def _make_room(network: Any, name: str, weight: BlockWeight, dtype: torch.dtype)
         replace_experts(network.get_submodule(parent), own, empty, dtype)
         return
     module: Any = network.get_submodule(name)
-    blocks = {True: BlockLinear, False: BlockEmbedding}[isinstance(module, nn.Linear)]
-    replace_weight(module, blocks, empty)
+    replace_weight(module, _block_class(module), empty)
     module.dtype = dtype
+
+
+def _block_class(module: Any) -> type[BlockLinear] | type[BlockEmbedding]:
+    return BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
 
 
 def _number(path: Path, dtype: Any) -> torch.dtype:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from keyhole.errors import first_line
 
 _INDEX = "model.safetensors.index.json"
-#: How the file begins that stands for another one in a repository without Git LFS.
+#: The first bytes of a pointer file: what a clone without Git LFS has in place of the weights.
 _POINTER = b"version https://git-lfs"
 
 
