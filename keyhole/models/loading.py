@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, extract_commit_hash
 from transformers.utils.import_utils import is_peft_available
 
 from keyhole.config import SamplingParams
@@ -373,19 +374,32 @@ def _read_whole_config(found: ModelFiles) -> Any:
         config = AutoConfig.from_pretrained(found.name, **found.options)
         if found.gguf is not None:
             gguf_file.complete(config, found.config)
+        if is_remote(config):  # the code that the gate measures is that of this commit, too
+            config._commit_hash = extract_commit_hash(str(found.config), None)
+        else:  # the gate measures transformers' class, so that class runs
+            config.__dict__.pop("auto_map", None)
         return config
     except ModelError:
         raise
     except Exception as error:  # any library involved may raise its own error
-        if "trust_remote_code" in str(error) and not found.origin.trust_remote_code:
-            raise ModelError(
-                f"{found.shown!r} is of a family that transformers does not have, and brings code "
-                "for it; to run that code, which can do anything that you can, give "
-                "trust_remote_code=True, or --trust-remote-code"
-            ) from error
+        _require_trust(found, error, "is of a family that transformers does not have")
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
             f"the config of {found.shown!r} cannot be read: {one_line(error)}{why}"
+        ) from error
+
+
+def is_remote(config: Any) -> bool:
+    """Whether its class is code of a checkpoint, which the user has trusted."""
+    return bool(type(config).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
+
+
+def _require_trust(found: ModelFiles, error: Exception, what: str) -> None:
+    """ModelError if the error is that code of the model would have to run, and may not."""
+    if "trust_remote_code" in str(error) and not found.origin.trust_remote_code:
+        raise ModelError(
+            f"{found.shown!r} {what}, and brings code for it; to run that code, which can do "
+            "anything that you can, give trust_remote_code=True, or --trust-remote-code"
         ) from error
 
 
@@ -401,6 +415,7 @@ def _tokenizer(found: ModelFiles) -> Any:
     try:
         return AutoTokenizer.from_pretrained(found.name, **found.options)
     except Exception as error:
+        _require_trust(found, error, "has a tokenizer that transformers does not have")
         raise ModelError(
             f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
         ) from error

@@ -90,6 +90,10 @@ class Origin:
         for name, value in (("revision", self.revision), ("subfolder", self.subfolder)):
             if value is not None and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{name} must be text that is not empty, not {value!r}")
+        if not isinstance(self.trust_remote_code, bool):  # "false" would be true
+            raise ConfigError(
+                f"trust_remote_code must be True or False, not {self.trust_remote_code!r}"
+            )
         inside = Path(self.subfolder or ".")
         if inside.is_absolute() or ".." in inside.parts:
             raise ConfigError(
@@ -158,6 +162,8 @@ def locate(model: str | Path, origin: Origin = _MAIN) -> ModelFiles:
             f"revision {origin.revision!r} is for a hub id, and {name!r} is a place on this "
             "machine: leave it out"
         )
+    if origin.subfolder is not None and (folder.is_file() or name.lower().endswith(".gguf")):
+        raise ConfigError(f"subfolder {origin.subfolder!r} is for a folder, and {name!r} is a file")
     return replace(_located(name, origin), origin=origin)
 
 

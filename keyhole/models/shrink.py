@@ -14,12 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
 from keyhole.models.families import rope_lengths
-from keyhole.models.loading import read_config
+from keyhole.models.loading import is_remote, read_config
 from keyhole.models.locate import ModelFiles
 from keyhole.models.weights import gguf_file
 
@@ -260,14 +259,24 @@ def _set(config: Any, name: str, value: Any) -> None:
         return
 
 
-def is_remote(config: Any) -> bool:
-    """Whether its class is code of a checkpoint, which the user has trusted."""
-    return bool(type(config).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
-
-
 def network_of(config: Any, **options: Any) -> Any:
     """A network with new weights, of transformers' class or that of trusted code."""
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=is_remote(config), **options)
+    trusted = is_remote(config)
+    if trusted:
+        options["code_revision"] = _code_revision(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **options)
+
+
+def _code_revision(config: Any) -> str | None:
+    """The commit of the model's code that runs; None: the main branch, or a folder.
+
+    Code of another hub id is taken from its main branch, as `from_pretrained` takes it.
+    """
+    named: str = config.auto_map[AutoModelForCausalLM.__name__]
+    repository, dashes, _ = named.partition("--")
+    own = not dashes or repository == config.name_or_path
+    commit: str | None = getattr(config, "_commit_hash", None) if own else None
+    return commit
 
 
 def random_model(config: Any) -> PreTrainedModel:

@@ -45,6 +45,8 @@ class DoublingForCausalLM(LlamaForCausalLM):
             layer.mlp = DoublingMLP(config)
         self.post_init()
 """
+# Each token depends on those before it by more than attention.
+_INEXACT_CODE = _MODEL_CODE.replace("2 * super().forward(x)", "x.cumsum(1) + super().forward(x)")
 
 
 @pytest.fixture
@@ -102,6 +104,16 @@ def test_a_subfolder_is_inside(subfolder: str) -> None:
         Origin(subfolder=subfolder)
 
 
+def test_trust_is_given_as_a_truth_value() -> None:
+    with pytest.raises(ConfigError, match="trust_remote_code must be True or False, not 'false'"):
+        Origin(trust_remote_code="false")  # type: ignore[arg-type]
+
+
+def test_a_file_has_no_subfolder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="subfolder 'deep' is for a folder"):
+        locate(tmp_path / "small.gguf", Origin(subfolder="deep"))
+
+
 def test_a_folder_has_no_revision(cached: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="revision 'v2' is for a hub id"):
         LLM(cached["main"], revision="v2")
@@ -122,6 +134,10 @@ def test_the_command_line_takes_them(
 def _with_code(folder: Path, code: str) -> Path:
     """A checkpoint of a family that transformers does not have, with its classes."""
     place = Path(make_model("llama", folder)).rename(folder / folder.name)
+    return _add_code(place, code)
+
+
+def _add_code(place: Path, code: str) -> Path:
     (place / "configuration_doubling.py").write_text(_CONFIG_CODE)
     (place / "modeling_doubling.py").write_text(code)
     config = json.loads((place / "config.json").read_text())
@@ -162,8 +178,39 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("modules")
 def test_code_that_is_not_exact_is_refused(tmp_path: Path) -> None:
-    """Here each token depends on those before it by more than attention."""
-    wrong = _MODEL_CODE.replace("2 * super().forward(x)", "x.cumsum(1) + super().forward(x)")
-    place = _with_code(tmp_path / "summing", wrong)
+    place = _with_code(tmp_path / "summing", _INEXACT_CODE)
     with pytest.raises(ModelError, match="logits differ"):
         LLM(place, trust_remote_code=True, device="cpu")
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_code_of_the_revision_is_what_is_measured(cached: dict[str, Path]) -> None:
+    _add_code(cached["main"], _MODEL_CODE)
+    _add_code(cached["v2"], _INEXACT_CODE)
+    LLM("some/body", trust_remote_code=True, device="cpu")
+    with pytest.raises(ModelError, match="logits differ"):
+        LLM("some/body", revision="v2", trust_remote_code=True, device="cpu")
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_family_of_transformers_runs_by_its_own_class(tmp_path: Path) -> None:
+    """Code beside it would run unmeasured: the gate makes a small model of transformers' class."""
+    place = _with_code(tmp_path / "known", _INEXACT_CODE)
+    config = json.loads((place / "config.json").read_text())
+    config["model_type"] = "llama"
+    del config["auto_map"]["AutoConfig"]
+    (place / "config.json").write_text(json.dumps(config))
+    llm = LLM(place, trust_remote_code=True, device="cpu")
+    assert not any("Doubling" in type(m).__name__ for m in llm.engine.model.network.modules())
+
+
+def test_a_tokenizer_with_code_names_the_flag(tmp_path: Path) -> None:
+    place = Path(make_model("llama", tmp_path, tokenizer=True))
+    path = place / "tokenizer_config.json"
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["own.OwnTokenizer"] * 2},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with pytest.raises(ModelError, match=r"has a tokenizer .* give trust_remote_code=True"):
+        LLM(place)
