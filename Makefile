@@ -209,13 +209,15 @@ tiny-draft: $(READY) ## trains the draft of "tiny-hops" and its head again
 	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 --attention-weight 0.5 \
 	  --tokens 2000000 --length 8192 --batch-tokens 2048 --num-queries 96 --output runs/hops-draft
 
-# -qq: errors only.
+# -qq: errors only. The kernels need no torch, so they are compiled while it is downloaded; the last line finds them ready.
+PIP_INSTALL := .venv/bin/python -m pip install -qq --constraint constraints.txt
 $(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
-	@echo "setting up .venv, once: 1 of 2, downloading and installing torch"
+	@echo "setting up .venv, once: 1 of 2, downloading torch, and compiling the C++ kernels (about two minutes on 2 cores)"
 	@$(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq --constraint constraints.txt torch
-	@echo "setting up .venv, once: 2 of 2, the other packages, and compiling the C++ kernels (about two minutes on 2 cores)"
-	@.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@$(PIP_INSTALL) cmake nanobind ninja scikit-build-core setuptools-scm
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable . & $(PIP_INSTALL) torch && wait $$!
+	@echo "setting up .venv, once: 2 of 2, the other packages"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(PEERS_READY): benchmarks/peers.txt

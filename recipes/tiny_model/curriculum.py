@@ -131,7 +131,7 @@ SCRATCH = (
     Stage(
         until=float("inf"),
         batch=6144,
-        lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1, 8192: 0.3},
+        lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1.5},
         mix={
             "questions": 1.2,
             "direct": 0.4,
@@ -279,7 +279,7 @@ class FeedRows(Dataset[TrainingBatch]):
     seed: int
     rank: int
     num_ranks: int
-    batch_scale: int
+    batch_scale: float
     curriculum: str = "single"
 
     def __getitem__(self, place: _Place) -> TrainingBatch:
@@ -302,4 +302,4 @@ class FeedRows(Dataset[TrainingBatch]):
 
     def _stage(self, tokens: int) -> Stage:
         stage = stage_at(CURRICULA[self.curriculum], tokens)
-        return replace(stage, batch=stage.batch * self.batch_scale)
+        return replace(stage, batch=round(stage.batch * self.batch_scale))

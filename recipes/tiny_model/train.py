@@ -137,7 +137,12 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the snapshot in OUT")
     parser.add_argument("--ranks", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--batch-scale", type=int, default=1, help="multiply the batches (GPU: 8)")
+    parser.add_argument(
+        "--batch-scale",
+        type=float,
+        default=1,
+        help="multiply the batches (GPU: 8; .5 with two ranks for the steps of one)",
+    )
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare rows")
     parser.add_argument("--start", type=Path, help="model folder whose weights to begin with")
     parser.add_argument(

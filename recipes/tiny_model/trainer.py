@@ -133,7 +133,7 @@ class TrainerSettings:
     resume: bool = False
     ranks: int = 1
     device: str = "cpu"
-    batch_scale: int = 1
+    batch_scale: float = 1
     workers: int = 0
     start: Path | None = None
     repeat_layers: Sequence[int] = ()

@@ -116,6 +116,7 @@ def test_every_step_has_the_same_past() -> None:
     assert not file.path.parent.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_transformers_runs_with_each_of_them() -> None:
     asked = settings(systems=("transformers_sdpa", "llama_cpp", "quest"), batch=1)
@@ -125,6 +126,7 @@ def test_transformers_runs_with_each_of_them() -> None:
     assert set(line["relative_error"][CONTEXT]) == {"transformers_sdpa", "llama_cpp"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_one_that_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(*_: Any) -> Need:

@@ -100,6 +100,7 @@ def test_other_logits_are_noticed(smoke: model.Weights, monkeypatch: pytest.Monk
         system.measure(64)
 
 
+@pytest.mark.slow
 def test_a_line_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
     monkeypatch.setattr(

@@ -75,6 +75,7 @@ def test_our_systems_run_with_every_peer_of_the_same_number() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_line_has_a_throughput_for_every_system(
     monkeypatch: pytest.MonkeyPatch, smoke: model.Weights
 ) -> None:

@@ -291,7 +291,7 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
             assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["full", "quest", "delta", "spe_context"])
 def test_questions_that_grow_and_are_preempted_answer_as_alone(

@@ -81,6 +81,7 @@ def found(
     return suite(model, path, methods, budgets="1/2", texts=2)
 
 
+@pytest.mark.slow
 def test_every_method_has_a_line_on_both_kinds_of_weights(
     found: EvalOutcome, methods: list[str]
 ) -> None:
