@@ -149,6 +149,9 @@ def measure(config: Any, name: str = "this model") -> Exactness:
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     # Hybrids whose default has one kind of layers only.
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},

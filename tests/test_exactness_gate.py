@@ -22,15 +22,15 @@ from tests.checkpoints import make_model
 
 EXACT = """
     afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba biogpt bitnet bloom codegen cohere
-    cohere2 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe
-    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
-    granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v4 jais2 jamba
-    jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mimo_v2_flash minicpm3
-    minimax minimax_m2 ministral ministral3 mistral mixtral mpt nemotron nemotron_h olmo olmo2 olmo3
-    olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
-    qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
-    zamba zamba2 zaya
+    cohere2 cohere_compass_text cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma3n_text
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v4 jais2 jamba jetmoe kimi_linear lfm2 lfm2_moe lfm3 llama llama4_text
+    longcat_flash mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral mpt
+    nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm
+    starcoder2 vaultgemma xglm youtu zamba zamba2 zaya
 """.split()
 
 #: Shapes that a family's default config does not have.
@@ -57,6 +57,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
+    "layers that read the keys of an earlier one": ("gemma4_text", {"num_kv_shared_layers": 10}),
     "heads narrower than the hidden size": ("qwen3", {"head_dim": 32}),
     "partial rotation": ("stablelm", {"partial_rotary_factor": 0.5}),
     "norms of queries and keys": ("stablelm", {"qk_layernorm": True}),

@@ -67,7 +67,9 @@ def attention(
     batch = keyhole.at(layer)
     layout = batch.cache.geometry.layers[layer]
     own_window = None if layout.chunked else layout.window
-    assert sliding_window == own_window, f"layer {layer}: {sliding_window} != {own_window}"
+    assert sliding_window == own_window, (
+        f"layer {layer} attends with a window of {sliding_window}, its config says {own_window}"
+    )
 
     rows = query[0].transpose(0, 1)
     if layout.shared_values:

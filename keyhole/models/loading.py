@@ -445,7 +445,7 @@ def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
 
 def _eos(network: Any, config: Any) -> frozenset[int]:
     found = network.generation_config.eos_token_id
-    found = config.eos_token_id if found is None else found
+    found = getattr(config, "eos_token_id", None) if found is None else found
     found = [] if found is None else found
     return frozenset([found] if isinstance(found, int) else found)
 

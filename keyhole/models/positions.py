@@ -192,6 +192,8 @@ def _problem(fields: str) -> str | None:
         return "the rotary embedding has no table of frequencies"
     layers = families.attention_layers(small)
     for layer, layout in enumerate(families.layouts(small)):
+        if layers[layer] not in found[0]:  # it reads the keys of an earlier one
+            continue
         before, after = (
             torch.cat(keys[layers[layer]], -1) if layout.shared_values else keys[layers[layer]][0]
             for keys in found

@@ -109,6 +109,7 @@ def shrink(config: Any) -> Any:
         if isinstance(value, list) and len(value) == depth and name != "architectures":
             setattr(small, name, [value[i] for i in kept])
     _set(small, "num_hidden_layers", len(kept))
+    _shrink_sharing(config, small, kept)
     own = _own_sizes(config, kept)
     ratio = _value_heads(small)
     _shrink_heads(small)
@@ -133,16 +134,36 @@ def shrink(config: Any) -> Any:
 
 
 def _kept_layers(config: Any, depth: int) -> list[int]:
-    """The first two layers of every kind, in order, at most `_MAX_LAYERS`."""
+    """The first two layers of every kind, in order, at most `_MAX_LAYERS`.
+
+    Of those that read the keys of an earlier layer the first one of every type, besides.
+    """
     lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == depth]
     kinds = [tuple(map(str, layer)) for layer in zip(*lists, strict=True)] or [()] * depth
+    first_sharing = depth - _num_sharing(config)
     seen: dict[Any, int] = {}
     kept = []
-    for layer, kind in enumerate(kinds):
+    for layer, kind in enumerate(kinds[:first_sharing]):
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= 2:
             kept.append(layer)
-    return kept[:_MAX_LAYERS] if len(kept) > 2 else list(range(min(depth, 4)))
+    kept = kept[:_MAX_LAYERS] if len(kept) > 2 else list(range(min(first_sharing, 4)))
+    if first_sharing < depth:
+        types = config.layer_types[first_sharing:]
+        kept += [first_sharing + types.index(each) for each in dict.fromkeys(types)]
+    return kept
+
+
+def _num_sharing(config: Any) -> int:
+    """How many of the last layers read the keys and values of an earlier one."""
+    return int(getattr(config, "num_kv_shared_layers", None) or 0)
+
+
+def _shrink_sharing(config: Any, small: Any, kept: list[int]) -> None:
+    """As many of the last layers read the keys of an earlier one as are kept of those."""
+    if _num_sharing(config):
+        first = int(config.num_hidden_layers) - _num_sharing(config)
+        small.num_kv_shared_layers = sum(layer >= first for layer in kept)
 
 
 def _value_heads(config: Any) -> int:
