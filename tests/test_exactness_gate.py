@@ -100,9 +100,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Measured, below the gate's own tolerance; every other family stays under 1e-4. Zamba 2's is that
-#: of transformers in float32: against float64 the engine differs by 7e-5 and transformers by 1e-4.
-_LARGER_ERRORS = {"bailing_hybrid": 2e-4, "zamba2": 3e-4}
+#: Below the gate's own tolerance; every other family stays under 1e-4. They are those of float32:
+#: against float64 the engine differs by 1.1e-4 and 7e-5, transformers by 2.0e-4 and 1.2e-4.
+_LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4}
 
 
 @pytest.mark.one_in(8)
