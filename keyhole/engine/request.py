@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,11 @@ def check_tokens(
         raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
     if (params.stop or params.bad_words) and model.tokenizer is None:
         raise RequestError("stop texts and bad words need a tokenizer; this model has none")
-    wrong = [t for t in params.logit_bias or () if t >= model.vocab_size]
-    if wrong:
-        right = f"0 to {model.vocab_size - 1}"
-        raise RequestError(f"logit_bias: token id {wrong[0]} is not one of this model's, {right}")
+    _check_ids("logit_bias", params.logit_bias or (), model.vocab_size)
+    # A tokenizer may have more: a token that is never generated is one to stop at all the same.
+    _check_ids(
+        "stop_token_ids", params.stop_token_ids, max(model.vocab_size, len(model.tokenizer or ()))
+    )
     if (params.logprobs or 0) > model.vocab_size:
         raise RequestError(
             f"logprobs {params.logprobs} must be at most {model.vocab_size}, the tokens "
@@ -75,6 +76,13 @@ def check_tokens(
             f"the prompt has {len(tokens)} tokens, this model takes at most "
             f"{max_length - 1} and one new token ({reason})"
         )
+
+
+def _check_ids(name: str, ids: Iterable[int], count: int) -> None:
+    wrong = [token for token in ids if token >= count]
+    if wrong:
+        right = f"0 to {count - 1}"
+        raise RequestError(f"{name}: token id {wrong[0]} is not one of this model's, {right}")
 
 
 def adapter_number(name: str | None, model: Model) -> int:

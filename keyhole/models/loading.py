@@ -408,17 +408,35 @@ def load_tokenizer(name: str) -> Any:
     return _tokenizer(ModelFiles(name, Path(name), None, False))
 
 
+#: Every tokenizer has at least one of them.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model")
+
+
 def _tokenizer(found: ModelFiles) -> Any:
-    name = Path(found.name)
-    if found.gguf is None and name.is_dir() and not any(name.glob("*token*")):
+    folder = Path(found.name)
+    if found.gguf is None and folder.is_dir() and _has_no_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(found.name, **found.options)
     except Exception as error:
         _require_trust(found, error, "has a tokenizer that transformers does not have")
+        if (
+            not folder.is_dir()
+            and found.config.is_file()
+            and _has_no_tokenizer(found.config.parent)
+        ):
+            where = f" in the local cache, and {found.unreachable}" if found.unreachable else ""
+            logging.getLogger("keyhole").warning(
+                "%r has no tokenizer%s: it takes token ids only", found.shown, where
+            )
+            return None
         raise ModelError(
             f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
         ) from error
+
+
+def _has_no_tokenizer(folder: Path) -> bool:
+    return not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:

@@ -123,6 +123,8 @@ def test_bad_words_are_never_generated(checkpoint: Path) -> None:
     assert all(word not in kept.text for word in words)
     with pytest.raises(RequestError, match="logit_bias: token id 300 is not one"):
         llm.generate("hello", SamplingParams(logit_bias={300: 1.0}))
+    with pytest.raises(RequestError, match="stop_token_ids: token id 272 is not one"):
+        llm.generate("hello", SamplingParams(stop_token_ids=(5, 272)))
     with pytest.raises(RequestError, match="logprobs 100000 must be at most 272"):
         llm.generate("hello", SamplingParams(logprobs=100000))
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from keyhole import LLM, ConfigError, ModelError, SamplingParams
 from keyhole.cli import main
 from keyhole.models.loading import load
 from keyhole.models.locate import Origin, locate
-from tests.checkpoints import make_model
+from tests.checkpoints import make_model, make_network
 
 _COMMITS = {"main": "0" * 40, "v2": "1" * 40}
 
@@ -160,6 +160,29 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", place)
         yield
+
+
+def test_a_hub_id_without_a_tokenizer_takes_token_ids(
+    cached: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in cached["main"].glob("*token*"):
+        file.unlink()
+    llm = LLM("some/body", device="cpu")
+    assert "'some/body' has no tokenizer in the local cache" in caplog.text
+    assert len(_tokens(llm)) == 8
+    (cached["main"] / "tokenizer.json").write_text("damaged")
+    with pytest.raises(ModelError, match="the tokenizer of 'some/body' cannot be loaded"):
+        LLM("some/body", device="cpu")
+
+
+def test_a_tokenizer_of_older_files_is_found(tmp_path: Path) -> None:
+    """The first tokenizers of GPT-2 are two files whose names say nothing of tokens."""
+    place = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    make_network(config).save_pretrained(place)
+    (place / "vocab.json").write_text('{"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}')
+    (place / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert load(place, "cpu").tokenizer.encode("abb") == [3, 2]
 
 
 @pytest.mark.usefixtures("modules")
