@@ -11,10 +11,10 @@ from pathlib import Path
 
 from benchmarks.results_page import (
     adaptive,
+    bundled_models,
     controls,
     controls_pictures,
     hops_figures,
-    one_layer,
     variations,
 )
 from benchmarks.results_page import errors as results_errors
@@ -113,7 +113,8 @@ def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
     return [
         *parts,
         *controls.hops_section(claims, pictures),
-        *one_layer.section(claims.get("layers", ())),
+        *bundled_models.tasks_section(claims.get("tell", ())),
+        *bundled_models.layers_section(claims.get("layers", ())),
         *hops_figures.sections(claims, pictures),
     ]
 

@@ -23,7 +23,11 @@ HOPS = "hops-"
 #: The file of each part, in the folder of the results.
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
-    | {"adaptive": "adaptive-layers.jsonl", "layers": "one-sparse-layer.jsonl"}
+    | {
+        "adaptive": "adaptive-layers.jsonl",
+        "layers": "one-sparse-layer.jsonl",
+        "tell": "can-tell.jsonl",
+    }
     | {
         HOPS + name: f"{HOPS}{name}.jsonl"
         for name in (

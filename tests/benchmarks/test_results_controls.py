@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.results_page import bundled_models, controls_pictures, hops_figures, variations
 from benchmarks.results_page import controls as results_controls
-from benchmarks.results_page import controls_pictures, hops_figures, one_layer, variations
 
 Line = dict[str, Any]
 DENSE = [0, 1]
@@ -165,11 +165,37 @@ def test_a_layer_that_looks_something_up_is_a_column_with_wrong_answers() -> Non
         line("streaming_llm", right, settings={"full_layers": [n for n in every if n != layer]})
         for layer, right in enumerate([0, 20, 5])
     ]
-    parts = one_layer.section([line("full", 20, None), *sparse])
+    parts = bundled_models.layers_section([line("full", 20, None), *sparse])
     table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[2].splitlines()]
     assert table[0] == ["model", "task", "0", "1", "2"]
     assert table[2] == ["`tiny`", "`tiny_derive`", "0", "100", "25"]
-    assert one_layer.section([line("full", 20, None)]) == []
+    assert bundled_models.layers_section([line("full", 20, None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("rights", "verdict"),
+    [
+        ((18, 18, 9, 9), "yes"),
+        ((17, 20, 0, 0), "no"),
+        ((20, 17, 0, 0), "no"),
+        ((20, 20, 10, 0), "no"),
+        ((20, 20, 0, 10), "no"),
+    ],
+)
+def test_a_task_tells_if_all_four_bars_are_passed(rights: tuple[int, ...], verdict: str) -> None:
+    full, oracle, recent, random = rights
+    found = [
+        line("full", full, None, control=None, tokens_generated=1017.0),
+        control("oracle", "oracle", oracle),
+        control("recent", "streaming_llm", recent),
+        control("random", "random", random),
+    ]
+    parts = bundled_models.tasks_section(found)
+    table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[2].splitlines()]
+    assert table[2][:4] == ["`tiny`", "`tiny_derive`", "512", "1,017"]
+    assert [cell.split()[0] for cell in table[2][4:8]] == [f"{100 * n / 20:.3g}" for n in rights]
+    assert table[2][8] == verdict
+    assert bundled_models.tasks_section(found[:3]) == []  # not all columns
 
 
 def test_lengths_of_answers_are_counted_beside_those_of_full_attention() -> None:
