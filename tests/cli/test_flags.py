@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from keyhole.cli.common import flags
 from keyhole.config import EngineConfig, SamplingParams
+from keyhole.models.locate import TINY_FOLDER
 from tests.cli.conftest import Run
 
 
@@ -41,3 +43,13 @@ def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> No
     assert flags.is_bundled("tiny")
     assert flags.is_bundled(None)
     assert not flags.is_bundled("nowhere")
+
+
+def test_a_model_with_the_bundled_vocabulary_has_its_tasks(tmp_path: Path) -> None:
+    """A model that somebody trains by the recipe."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY_FOLDER / "tokenizer.json").read_bytes())
+    assert flags.is_bundled(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    assert not flags.is_bundled(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("damaged")
+    assert not flags.is_bundled(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The second bundled model, as it is shipped: it resolves two facts in one step."""
+"""The models that resolve two facts in one step: the bundled one, and the one from scratch."""
 
 import json
 from pathlib import Path
@@ -8,23 +8,33 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+import recipes.tiny_model
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.tiny_language.world import WORD_IDS
 from keyhole.models.locate import named
 from recipes.tiny_model.examination import CARD, RESULTS, card, exactly_right
 
-FOLDER = Path(named("tiny-hops"))
+FOLDERS = (
+    Path(named("tiny-hops")),
+    Path(recipes.tiny_model.__file__).parent / "keyhole-scratch",
+)
 
 
-def test_its_tokenizer_has_the_words_of_the_tasks() -> None:
-    assert AutoTokenizer.from_pretrained(FOLDER).get_vocab() == WORD_IDS
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def folder(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+def test_its_tokenizer_has_the_words_of_the_tasks(folder: Path) -> None:
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == WORD_IDS
 
 
 @pytest.mark.parametrize("task", ["recall", "vartrack", "docs2", "walk", "derive", "walk2"])
-def test_it_answers_from_its_context(task: str) -> None:
-    weights = load_file(FOLDER / "model.safetensors")
+def test_it_answers_from_its_context(folder: Path, task: str) -> None:
+    weights = load_file(folder / "model.safetensors")
     items = [make(task, 256, seed) for seed in range(8)]
-    right = exactly_right(weights, AutoConfig.from_pretrained(FOLDER), items, torch.float32)
+    right = exactly_right(weights, AutoConfig.from_pretrained(folder), items, torch.float32)
     assert sum(right) >= 7
 
 
@@ -40,6 +50,6 @@ def test_the_name_between_is_not_written() -> None:
         assert follows[name] not in (name, reached)
 
 
-def test_its_card_shows_its_stored_results() -> None:
-    text = (FOLDER / CARD).read_text()
-    assert card(text, json.loads((FOLDER / RESULTS).read_text())) == text
+def test_its_card_shows_its_stored_results(folder: Path) -> None:
+    text = (folder / CARD).read_text()
+    assert card(text, json.loads((folder / RESULTS).read_text())) == text

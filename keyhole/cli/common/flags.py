@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import terminal
@@ -226,8 +228,16 @@ def load_model(arguments: argparse.Namespace) -> Model:
 
 
 def is_bundled(model: str | None) -> bool:
-    """Whether the model is a bundled one; the default is."""
-    return model is None or is_tiny(model)
+    """Whether the model is a bundled one, as the default is, or a folder with their vocabulary."""
+    if model is None or is_tiny(model):
+        return True
+    from keyhole.eval.tiny_language.world import WORD_IDS
+
+    try:
+        tokenizer = json.loads((Path(model) / "tokenizer.json").read_text())
+        return bool(tokenizer["model"]["vocab"] == WORD_IDS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def require_server(command: str) -> None:
