@@ -99,11 +99,6 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) consists of several models, and transformers has "
             "no class for its text alone that Keyhole could run"
         )
-    if getattr(config, "num_attention_heads", None) is None:
-        raise ModelError(
-            f"model {name!r} ({family}) has no attention heads: its recurrent state has a fixed "
-            "size, and no keys to select"
-        )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)
     if not attention_layers(config):
@@ -111,6 +106,11 @@ def check(config: Any, name: str) -> None:
         raise ModelError(
             f"model {name!r} ({family}) has no attention layers, only {only}: its recurrent "
             "state has a fixed size, and no keys to select"
+        )
+    if getattr(config, "num_attention_heads", None) is None:
+        raise ModelError(
+            f"model {name!r} ({family}) has no attention heads: its recurrent state has a fixed "
+            "size, and no keys to select"
         )
 
 
