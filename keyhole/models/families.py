@@ -107,11 +107,6 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) has no attention layers, only {only}: its recurrent "
             "state has a fixed size, and no keys to select"
         )
-    if getattr(config, "num_attention_heads", None) is None:
-        raise ModelError(
-            f"model {name!r} ({family}) has no attention heads: its recurrent state has a fixed "
-            "size, and no keys to select"
-        )
 
 
 def _check_sizes(config: Any, name: str) -> None:

@@ -214,6 +214,10 @@ def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
 
 def _shrink_heads(config: Any) -> None:
     """Numbers and sizes of heads; the ratio of query to KV heads stays, up to 4."""
+    if not hasattr(config, "num_attention_heads"):  # RWKV, xLSTM
+        raise ModelError(
+            "it has no attention heads: its recurrent state has a fixed size, and no keys to select"
+        )
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     own_dim = vars(config).get("head_dim")
