@@ -18,7 +18,7 @@ from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, wilson
 from keyhole.eval.line_file import Line
 
 #: At least this share right with full attention and the oracle, at most that with the controls.
-LEAST, MOST = 0.9, 0.45
+_LEAST, _MOST = 0.9, 0.45
 _COLUMNS = (FULL, ORACLE, RECENT, RANDOM)
 
 
@@ -36,9 +36,9 @@ def tasks_section(lines: Sequence[Line]) -> list[str]:
         "### Which tasks can tell",
         paragraph(
             "The budget is an eighth of the length, and the first two layers are dense. A task "
-            f"tells how well a method selects if at least {percent(LEAST)} % are right with full "
+            f"tells how well a method selects if at least {percent(_LEAST)} % are right with full "
             f"attention and with the tokens of the highest attention (oracle), and at most "
-            f"{percent(MOST)} % with the newest tokens and with random ones. "
+            f"{percent(_MOST)} % with the newest tokens and with random ones. "
             f"{line['samples']} samples; in brackets Wilson's 95 % interval."
         ),
         written(
@@ -49,11 +49,11 @@ def tasks_section(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def tells(row: dict[str, Line]) -> bool:
+def _tells(row: dict[str, Line]) -> bool:
     """Whether the lines of a task, by what was read, pass all four bars."""
-    high, low = (min, (FULL, ORACLE)), (max, (RECENT, RANDOM))
-    of = [extreme(row[name]["score"] for name in names) for extreme, names in (high, low)]
-    return bool(of[0] >= LEAST and of[1] <= MOST)
+    right = min(row[name]["score"] for name in (FULL, ORACLE))
+    chance = max(row[name]["score"] for name in (RECENT, RANDOM))
+    return bool(right >= _LEAST and chance <= _MOST)
 
 
 def _task_row(at: tuple[Any, ...], row: dict[str, Line]) -> list[str]:
@@ -66,7 +66,7 @@ def _task_row(at: tuple[Any, ...], row: dict[str, Line]) -> list[str]:
         f"{length:,}",
         generated,
         *shares,
-        "yes" if tells(row) else "no",
+        "yes" if _tells(row) else "no",
     ]
 
 

@@ -238,7 +238,7 @@ def _costs(found: Measurement, others: Sequence[tuple[str, Calibration]]) -> str
 def _given(arguments: argparse.Namespace) -> list[Any] | None:
     """The texts of --data; None: use the bundled model's texts."""
     if arguments.data is None:
-        if not flags.is_bundled(arguments.model):
+        if not flags.has_bundled_vocabulary(arguments.model):
             what = "documents" if arguments.stable_layers else "prompts"
             raise ConfigError(f"give --data FILE with {what} for this model")
         return None

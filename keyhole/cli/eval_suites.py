@@ -75,7 +75,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
     from keyhole.eval.suite import terms_of
 
     grid = AttentionGrid(
-        windows=_windows(model, settings, flags.is_bundled(arguments.model)),
+        windows=_windows(model, settings, flags.has_bundled_vocabulary(arguments.model)),
         lengths=settings.lengths,
         methods=methods,
         budgets=[Budget.parse(text) for text in settings.budgets],
@@ -166,7 +166,7 @@ def run_paper(arguments: argparse.Namespace) -> int:
     from keyhole.eval.run import model_digest
 
     about = header("eval", model)
-    suite = _paper_suite(model, given, file, about, flags.is_bundled(arguments.model))
+    suite = _paper_suite(model, given, file, about, flags.has_bundled_vocabulary(arguments.model))
     stream = sys.stderr if arguments.json else sys.stdout
     if arguments.dry_run:
         parts = suite.estimate()

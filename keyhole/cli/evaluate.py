@@ -99,7 +99,7 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
         comparisons.require_scipy()
     methods = methods_of(settings)
     file = output_file(arguments)
-    bundled = flags.is_bundled(arguments.model)
+    bundled = flags.has_bundled_vocabulary(arguments.model)
     tasks = parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         answered(tasks, "needs a text of your own: --text FILE")

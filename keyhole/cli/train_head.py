@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = TrainingConfig(**given)
     folder = _folder(arguments, config)
     check_output_folder("--output", folder)
-    if arguments.data is None and not flags.is_bundled(arguments.model):
+    if arguments.data is None and not flags.has_bundled_vocabulary(arguments.model):
         raise ConfigError("give --data FILE with texts for this model")
     model = flags.load_model(arguments)
     from keyhole.retrieval.training import train

@@ -102,7 +102,7 @@ def _plain(arguments: argparse.Namespace) -> PlainRun | None:
 
     if arguments.data is not None:
         return plain_run(model, read(arguments.data, model.tokenizer, model.vocab_size))
-    return plain_run(model, HeadTexts() if flags.is_bundled(arguments.model) else None)
+    return plain_run(model, HeadTexts() if flags.has_bundled_vocabulary(arguments.model) else None)
 
 
 def _packing(model: Model, plain: PlainRun | None) -> WeightError | None:
@@ -136,7 +136,8 @@ def _head(
     from keyhole.eval.verify import check_head
     from keyhole.retrieval.training.training_config import read
 
-    if model.head is None or (arguments.data is None and not flags.is_bundled(arguments.model)):
+    bundled = flags.has_bundled_vocabulary(arguments.model)
+    if model.head is None or (arguments.data is None and not bundled):
         return None
     if arguments.data is None:
         return check_head(model, HeadTexts())

@@ -59,10 +59,11 @@ def check_tokens(
     if (params.stop or params.bad_words) and model.tokenizer is None:
         raise RequestError("stop texts and bad words need a tokenizer; this model has none")
     _check_ids("logit_bias", params.logit_bias or (), model.vocab_size)
-    # A tokenizer may have more: a token that is never generated is one to stop at all the same.
-    _check_ids(
-        "stop_token_ids", params.stop_token_ids, max(model.vocab_size, len(model.tokenizer or ()))
-    )
+    # A tokenizer may have more. Counting its ids takes long, so only where it decides.
+    beyond = [token for token in params.stop_token_ids if token >= model.vocab_size]
+    if beyond:
+        count = 0 if model.tokenizer is None else len(model.tokenizer)
+        _check_ids("stop_token_ids", beyond, max(model.vocab_size, count))
     if (params.logprobs or 0) > model.vocab_size:
         raise RequestError(
             f"logprobs {params.logprobs} must be at most {model.vocab_size}, the tokens "

@@ -40,16 +40,17 @@ def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> No
     assert "names no model" in run("generate", "x", "--model", "").err
     assert "names no model" in run("calibrate", "--model", "").err
     assert "names no model" in run("eval", "--model", "").err
-    assert flags.is_bundled("tiny")
-    assert flags.is_bundled(None)
-    assert not flags.is_bundled("nowhere")
+    assert flags.has_bundled_vocabulary("tiny")
+    assert flags.has_bundled_vocabulary(None)
+    assert not flags.has_bundled_vocabulary("nowhere")
 
 
 def test_a_model_with_the_bundled_vocabulary_has_its_tasks(tmp_path: Path) -> None:
     """A model that somebody trains by the recipe."""
     (tmp_path / "tokenizer.json").write_bytes((TINY_FOLDER / "tokenizer.json").read_bytes())
-    assert flags.is_bundled(str(tmp_path))
+    assert flags.has_bundled_vocabulary(str(tmp_path))
+    assert flags.has_bundled_vocabulary(str(TINY_FOLDER.parent / "keyhole-hops"))
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    assert not flags.is_bundled(str(tmp_path))
+    assert not flags.has_bundled_vocabulary(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("damaged")
-    assert not flags.is_bundled(str(tmp_path))
+    assert not flags.has_bundled_vocabulary(str(tmp_path))

@@ -95,6 +95,10 @@ def test_a_tokenizer_may_have_more_ids_than_the_model(
     assert len(llm.generate("AB", params).token_ids) == 1
     with pytest.raises(RequestError, match=r"token id \d+ is not one of this model's, 0 to 99"):
         llm.generate("é", params)
+    padding = SamplingParams(max_tokens=1, stop_token_ids=(258,))  # never generated
+    assert len(llm.generate("AB", padding).token_ids) <= 1
+    with pytest.raises(RequestError, match="stop_token_ids: token id 259 is not one"):
+        llm.generate("AB", SamplingParams(stop_token_ids=(258, 259)))
 
 
 def test_several_end_tokens_all_end(tmp_path: Path) -> None:

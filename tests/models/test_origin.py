@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from keyhole import LLM, ConfigError, ModelError, SamplingParams
 from keyhole.cli import main
+from keyhole.models import loading
 from keyhole.models.loading import load
 from keyhole.models.locate import Origin, locate
 from tests.checkpoints import make_model, make_network
@@ -173,6 +176,33 @@ def test_a_hub_id_without_a_tokenizer_takes_token_ids(
     (cached["main"] / "tokenizer.json").write_text("damaged")
     with pytest.raises(ModelError, match="the tokenizer of 'some/body' cannot be loaded"):
         LLM("some/body", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("listed", "refused"),
+    [
+        (["config.json", "deep/er/tokenizer.json"], False),
+        (["config.json", "tokenizer.json"], True),  # it exists, so it failed to come
+        (ConnectionError("no answer"), True),
+    ],
+)
+def test_a_hub_that_answers_says_whether_there_is_a_tokenizer(
+    cached: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    listed: list[str] | Exception,
+    refused: bool,
+) -> None:
+    for file in cached["main"].glob("*token*"):
+        file.unlink()
+    answer = mock.Mock(side_effect=[listed])
+    monkeypatch.setattr("keyhole.models.loading.list_repo_files", answer)
+    found = dataclasses.replace(locate("some/body"), unreachable=None)
+    if refused:
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            loading._tokenizer(found)
+    else:
+        assert loading._tokenizer(found) is None
+    answer.assert_called_once()
 
 
 def test_a_tokenizer_of_older_files_is_found(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from keyhole import LLM, SamplingParams
+from keyhole import LLM, SamplingParams, sparse
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
@@ -91,16 +93,56 @@ def test_policies_select_in_them_too(model: Model, policy: str) -> None:
 
 
 def test_a_stored_document_at_the_beginning_is_the_same_text(model: Model, tmp_path: Path) -> None:
+    params = dataclasses.replace(GREEDY, logprobs=3)
     llm = LLM(model, page_size=8, documents=tmp_path)
     llm.documents.add("d", {"prompt_token_ids": PROMPTS[0]}, block_size=8)
-    found = llm.ask({"prompt_token_ids": PROMPTS[1]}, ["d"], reuse="reuse", params=GREEDY)
-    wanted = llm.generate([{"prompt_token_ids": PROMPTS[0] + PROMPTS[1]}], GREEDY)[0]
+    found = llm.ask({"prompt_token_ids": PROMPTS[1]}, ["d"], reuse="reuse", params=params)
+    text = {"prompt_token_ids": PROMPTS[0] + PROMPTS[1]}
+    wanted = LLM(model, page_size=8).generate([text], params)[0]
     assert found.token_ids == wanted.token_ids
+    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
 
 
 def test_offloaded_layers_hold_the_same_rows(model: Model, tmp_path: Path) -> None:
     policy = make_policy("quest", settings_of("quest", 32))
-    roomy = LLM(model, policy, page_size=8)
-    memory = 3 * len(PROMPTS) * 5 * roomy.engine.cache.page_bytes
-    tight = LLM(model, policy, page_size=8, memory=memory, offload=tmp_path)
-    assert_near(logits(tight, PROMPTS), logits(roomy, PROMPTS))
+    llm = LLM(model, policy, page_size=8, offload=str(tmp_path), memory="64MiB")
+    offloader = llm.engine.offloader
+    assert offloader is not None
+    order = offloader.plan.model.order
+    config = model.network.config
+    assert max(order) >= config.num_hidden_layers - config.num_kv_shared_layers
+    offloader.offload_layer(len(order))
+    offloader.least = len(order)
+    found = logits(llm, PROMPTS)
+    assert offloader.offloaded == len(order)
+    assert_near(found, logits(LLM(model, policy, page_size=8), PROMPTS))
+
+
+def test_inside_transformers_a_policy_selects(network: Any) -> None:
+    options = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    ids = torch.tensor([PROMPTS[0]])
+    wanted = torch.cat(network.generate(ids, **options).logits)
+    with sparse(network, make_policy("quest", settings_of("quest", 512)), page_size=8):
+        found = torch.cat(network.generate(ids, **options).logits)
+    assert_near([found], [wanted])
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_runs(
+    network: Any, model: Model, tmp_path: Path
+) -> None:
+    """As published ones are: names with the text part's prefix, beside those of a vision tower."""
+    text = network.config
+    config = CONFIG_MAPPING[text.model_type.removesuffix("_text")](text_config=text.to_dict())
+    config.architectures = [type(network).__name__.replace("CausalLM", "ConditionalGeneration")]
+    config.save_pretrained(tmp_path)
+    weights = {
+        name.replace("model.", "model.language_model.", 1): weight.contiguous()
+        for name, weight in network.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    weights["model.vision_tower.some.weight"] = torch.zeros(2, 2)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(tmp_path, device="cpu", dtype="float32", page_size=8)
+    assert_near(logits(llm, PROMPTS), logits(LLM(model, page_size=8), PROMPTS))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import filecmp
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from keyhole.config import (
     read_setting,
 )
 from keyhole.errors import ConfigError
-from keyhole.models.locate import TINY, ModelFiles, Origin, is_tiny, locate
+from keyhole.models.locate import TINY, TINY_FOLDER, ModelFiles, Origin, is_tiny, locate
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.prefill import make_prefill_policy
@@ -227,17 +227,16 @@ def load_model(arguments: argparse.Namespace) -> Model:
     )
 
 
-def is_bundled(model: str | None) -> bool:
-    """Whether the model is a bundled one, as the default is, or a folder with their vocabulary."""
+#: The file in which a folder has its vocabulary.
+_TOKENIZER = "tokenizer.json"
+
+
+def has_bundled_vocabulary(model: str | None) -> bool:
+    """Whether the model is a bundled one, as the default is, or a folder with their tokenizer."""
     if model is None or is_tiny(model):
         return True
-    from keyhole.eval.tiny_language.world import WORD_IDS
-
-    try:
-        tokenizer = json.loads((Path(model) / "tokenizer.json").read_text())
-        return bool(tokenizer["model"]["vocab"] == WORD_IDS)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    own = Path(model) / _TOKENIZER
+    return own.is_file() and filecmp.cmp(own, TINY_FOLDER / _TOKENIZER, shallow=False)
 
 
 def require_server(command: str) -> None:
