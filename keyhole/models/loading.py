@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import list_repo_files
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -49,6 +48,7 @@ from keyhole.models.locate import (
     Origin,
     bundled_name,
     ignored_adapter,
+    lacks_tokenizer,
     locate,
     named,
 )
@@ -409,19 +409,15 @@ def load_tokenizer(name: str) -> Any:
     return _tokenizer(ModelFiles(name, Path(name), None, False))
 
 
-#: Every tokenizer has at least one of them.
-_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model")
-
-
 def _tokenizer(found: ModelFiles) -> Any:
-    folder = Path(found.name)
-    if found.gguf is None and folder.is_dir() and _has_no_tokenizer(folder):
+    in_folder = Path(found.name).is_dir()
+    if in_folder and found.gguf is None and lacks_tokenizer(found):
         return None
     try:
         return AutoTokenizer.from_pretrained(found.name, **found.options)
     except Exception as error:
         _require_trust(found, error, "has a tokenizer that transformers does not have")
-        if not folder.is_dir() and _hub_has_no_tokenizer(found):
+        if not in_folder and found.config.is_file() and lacks_tokenizer(found):
             where = f" in the local cache, and {found.unreachable}" if found.unreachable else ""
             logging.getLogger("keyhole").warning(
                 "%r has no tokenizer%s: it takes token ids only", found.shown, where
@@ -430,25 +426,6 @@ def _tokenizer(found: ModelFiles) -> Any:
         raise ModelError(
             f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
         ) from error
-
-
-def _has_no_tokenizer(folder: Path) -> bool:
-    return not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
-
-
-def _hub_has_no_tokenizer(found: ModelFiles) -> bool:
-    """Whether a hub id has none; of one that cannot be asked, the local cache."""
-    if not found.config.is_file():  # only a tokenizer was asked for
-        return False
-    if found.unreachable is not None:
-        return _has_no_tokenizer(found.config.parent)
-    try:  # what is missing in the cache may have failed to come
-        listed = list_repo_files(found.name, revision=found.origin.revision)
-    except Exception:  # noqa: BLE001 - the hub's client and the network have their own
-        return False
-    folder = Path(found.origin.subfolder or ".")
-    own = [file for file in map(Path, listed) if file.parent == folder]
-    return not any(file.match(pattern) for file in own for pattern in _TOKENIZER_FILES)
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from huggingface_hub import (
     hf_hub_download,
     hf_hub_url,
     is_offline_mode,
+    list_repo_files,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
@@ -65,6 +67,8 @@ def is_tiny(model: str | Path) -> bool:
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
+#: Every tokenizer has at least one of them.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model")
 
 #: Seconds to wait for the hub before using the local cache alone.
 _PATIENCE = 2.0
@@ -255,6 +259,23 @@ def _on_hub(name: str, origin: Origin) -> ModelFiles:
     if known is None:
         raise _unknown(name, silence, origin) from silence
     return ModelFiles(name, known, _why(silence, origin), _known(name, ADAPTER, origin) is not None)
+
+
+def lacks_tokenizer(found: ModelFiles) -> bool:
+    """Whether a folder or hub id has none; of a hub that does not answer, its local cache."""
+    names: Iterable[Path]
+    if Path(found.name).is_dir():
+        names = Path(found.name).iterdir()
+    elif found.unreachable is not None:
+        names = found.config.parent.iterdir()
+    else:  # what the cache does not have may have failed to come
+        try:
+            listed = list_repo_files(found.name, revision=found.origin.revision)
+        except Exception:  # noqa: BLE001 - the hub's client and the network have their own
+            return False
+        folder = Path(found.origin.subfolder or ".")
+        names = [path for path in map(Path, listed) if path.parent == folder]
+    return not any(path.match(pattern) for path in names for pattern in _TOKENIZER_FILES)
 
 
 def _known(name: str, file: str, origin: Origin) -> Path | None:

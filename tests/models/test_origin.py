@@ -195,7 +195,7 @@ def test_a_hub_that_answers_says_whether_there_is_a_tokenizer(
     for file in cached["main"].glob("*token*"):
         file.unlink()
     answer = mock.Mock(side_effect=[listed])
-    monkeypatch.setattr("keyhole.models.loading.list_repo_files", answer)
+    monkeypatch.setattr("keyhole.models.locate.list_repo_files", answer)
     found = dataclasses.replace(locate("some/body"), unreachable=None)
     if refused:
         with pytest.raises(ModelError, match="cannot be loaded"):
