@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up .venv by themselves, once; nothing after that needs a network.
 # `make` alone prints `make help`, which lists the comment after each target.
 PYTHON ?= python3
+BASE_READY := .venv/.ready-base
 READY := .venv/.ready
 PEERS_READY := .venv-peers/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## a first look, on the bundled model
+demo: $(BASE_READY) ## a first look, on the bundled model
 	@.venv/bin/keyhole demo
 
 serve: $(READY) ## the bundled model over HTTP; MODEL=folder or hub id for another
@@ -209,14 +210,20 @@ tiny-draft: $(READY) ## trains the draft of "tiny-hops" and its head again
 	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 --attention-weight 0.5 \
 	  --tokens 2000000 --length 8192 --batch-tokens 2048 --num-queries 96 --output runs/hops-draft
 
-# -qq: errors only. The kernels need no torch, so they are compiled while it is downloaded; the last line finds them ready.
-PIP_INSTALL := .venv/bin/python -m pip install -qq --constraint constraints.txt
-$(READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
+# -qq: errors only. --no-compile: Python compiles a module when it is first imported, which few of them ever are.
+# The kernels need no torch, so they are compiled while it is downloaded; the next line finds them ready.
+PIP_INSTALL := .venv/bin/python -m pip install -qq --no-compile --constraint constraints.txt
+$(BASE_READY): pyproject.toml constraints.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
 	@echo "setting up .venv, once: 1 of 2, downloading torch, and compiling the C++ kernels (about two minutes on 2 cores)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) cmake nanobind ninja scikit-build-core setuptools-scm
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable . & $(PIP_INSTALL) torch && wait $$!
 	@echo "setting up .venv, once: 2 of 2, the other packages"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[plot]'
+	@touch $@
+
+$(READY): $(BASE_READY)
+	@echo "setting up .venv, once: what tests and development need"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
@@ -307,5 +314,5 @@ $(DOCS_READY): requirements/docs.txt
 	@touch $@
 
 clean: ## removes what builds and tests leave, and sets .venv up again at the next make
-	@rm -rf build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(READY)
+	@rm -rf build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache $(BASE_READY) $(READY)
 	@find keyhole tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -152,6 +152,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
+    # Its modules read a base of RoPE that the default config lacks.
+    "dbrx": {"attn_config": {"kv_n_heads": 4, "rope_theta": 5e5, "clip_qkv": 2}},
     # Hybrids whose default has one kind of layers only.
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},

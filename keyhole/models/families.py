@@ -47,6 +47,15 @@ _ENCODERS = {
     "xmod": "X-MOD",
 }
 
+#: Families whose attention Keyhole does not compute, and what it does.
+_OTHER_ATTENTION = {
+    "doge": "masks tokens by scores that it has learned for them",
+    "hrm_text": "reads a prompt in both directions",
+    "moshi": "has a window under flash attention, and none under transformers' eager attention",
+    "reformer": "attends to tokens of the same hash",
+    "xlnet": "reads a text in both directions",
+}
+
 #: Sizes that a config may contain; each is at least 1.
 _SIZES = (
     "num_hidden_layers",
@@ -73,6 +82,7 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}): every token sees the "
             "whole text; Keyhole runs decoders, which continue a text"
         )
+    _check_attention(config, name)
     kinds = set(_kinds(config) or ()) - _ATTENTION - _RECURRENT - _STATELESS
     if kinds:
         unknown = ", ".join(sorted(kinds))
@@ -89,11 +99,6 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) has latent attention (MLA) whose shape differs between "
             "layers; the cache has one shape for all of them"
         )
-    if getattr(config, "rel_extent", None) is not None:
-        raise ModelError(
-            f"model {name!r} ({family}) adds a learned bias for each distance of two tokens to the "
-            "scores of attention, which Keyhole's kernels do not compute"
-        )
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
             f"model {name!r} ({family}) consists of several models, and transformers has "
@@ -107,6 +112,18 @@ def check(config: Any, name: str) -> None:
             f"model {name!r} ({family}) has no attention layers, only {only}: its recurrent "
             "state has a fixed size, and no keys to select"
         )
+
+
+def _check_attention(config: Any, name: str) -> None:
+    """ModelError for attention that Keyhole's kernels do not compute."""
+    family = config.model_type
+    other = _OTHER_ATTENTION.get(family)
+    if family == "falcon" and config.alibi:
+        other = "adds ALiBi twice under transformers' eager attention and once under its sdpa"
+    if getattr(config, "rel_extent", None) is not None:
+        other = "adds a learned bias for each distance of two tokens to the scores of attention"
+    if other is not None:
+        raise ModelError(f"model {name!r} ({family}) {other}, which Keyhole does not compute")
 
 
 def _check_sizes(config: Any, name: str) -> None:
@@ -188,6 +205,9 @@ def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool
     kv_heads = getattr(own, "num_key_value_heads", None)
     if family == "gpt_bigcode":
         kv_heads = 1 if config.multi_query else heads
+    elif family == "falcon":
+        grouped = config.new_decoder_architecture
+        kv_heads = config.num_kv_heads if grouped else 1 if config.multi_query else heads
     elif family == "mimo_v2_flash" and window is not None:
         kv_heads = 2 * int(kv_heads or heads)
     elif family == "jetmoe":  # its keys are repeated for the experts of the queries

@@ -123,6 +123,7 @@ def shrink(config: Any) -> Any:
             _set(small, name, min(value, most))
     _shrink_recurrence(small, ratio)
     _shrink_shared_attention(small)
+    _shrink_dbrx(small)
     _shrink_rope_lengths(config, small)
     if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
         small.word_embed_proj_dim = small.hidden_size
@@ -201,6 +202,17 @@ def _shrink_shared_attention(config: Any) -> None:
         _set(config, "mamba_headdim", inner // config.n_mamba_heads)
 
 
+def _shrink_dbrx(config: Any) -> None:
+    """Its sizes of attention and experts are in configs of their own."""
+    if config.model_type == "dbrx":
+        _set(config.attn_config, "kv_n_heads", config.num_key_value_heads)
+        experts = config.ffn_config
+        _set(experts, "hidden_size", config.hidden_size)
+        _set(experts, "ffn_hidden_size", _SIZES["ffn_hidden_size"])
+        _set(experts, "moe_num_experts", min(experts.moe_num_experts, 4))
+        _set(experts, "moe_top_k", min(experts.moe_top_k, 2))
+
+
 def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
     """Sizes of heads that single layers have for themselves, with the ratio that they had."""
     if not getattr(config, "is_heterogeneous", False):
@@ -219,7 +231,8 @@ def _shrink_heads(config: Any) -> None:
             "it has no attention heads: its recurrent state has a fixed size, and no keys to select"
         )
     heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    kv_name = "num_kv_heads" if config.model_type == "falcon" else "num_key_value_heads"
+    kv_heads = int(getattr(config, kv_name, None) or heads)
     own_dim = vars(config).get("head_dim")
     square = own_dim is None or own_dim * heads == config.hidden_size
     small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
@@ -228,8 +241,8 @@ def _shrink_heads(config: Any) -> None:
     _shrink_rope(config, own_dim or config.hidden_size // heads)
     _set(config, "num_attention_heads", small_heads)
     _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
-    if "num_key_value_heads" in vars(config):
-        _set(config, "num_key_value_heads", small_kv)
+    if kv_name in vars(config):
+        _set(config, kv_name, small_kv)
     if "head_dim" in vars(config):  # MLA: the dimension of RoPE
         rotated = own_dim is not None and own_dim == rope_dim
         _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from keyhole import LLM, ModelError, RequestError, SamplingParams
 from keyhole.models.loading import load
@@ -70,9 +70,9 @@ def test_a_weight_of_another_shape_is_refused(checkpoint: Path) -> None:
 
 
 def test_an_unsupported_family_is_refused_by_name(tmp_path: Path) -> None:
-    config = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="family 'falcon', which Keyhole cannot run"):
+    with pytest.raises(ModelError, match="family 'openai-gpt', which Keyhole cannot run"):
         LLM(tmp_path, device="cpu")
 
 

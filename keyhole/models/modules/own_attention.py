@@ -162,6 +162,28 @@ def _mpt(cls: Any) -> dict[str, Any]:
     return {"forward": forward}
 
 
+def _falcon(cls: Any) -> dict[str, Any]:
+    """Queries, keys and values of a KV head lie side by side; transformers repeats the keys."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, alibi: Any, attention_mask: Any, **named: Any
+    ) -> Any:
+        past = named.get("layer_past")
+        if not isinstance(past, PassThrough):
+            return cls.forward(self, hidden_states, alibi, attention_mask, **named)
+        rotate = cls.forward.__globals__["apply_rotary_pos_emb"]
+        fused = self.query_key_value(hidden_states)
+        heads = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim)).transpose(1, 2)
+        query = heads[..., :-2, :].transpose(2, 3).flatten(1, 2)  # [1, H, T, D]
+        key, value = heads[..., -2, :], heads[..., -1, :]
+        query, key = rotate(query, key, *named["position_embeddings"])
+        scaling = float(self.inv_norm_factor)
+        out, _ = attention(self, query, key, value, None, scaling=scaling, keyhole=past.batch)
+        return self.dense(out.flatten(2)), None
+
+    return {"forward": forward}
+
+
 def _diff_llama(cls: Any) -> dict[str, Any]:
     """Two softmaxes whose keys are shared read both halves of the values at once."""
 
@@ -239,7 +261,9 @@ _ADAPTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
     "DiffLlamaAttention": _diff_llama,
+    "FalconAttention": _falcon,
     "GPTJAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
+    "GPTNeoXJapaneseAttention": _computes_scores(lambda module: 1 / float(module.norm_factor)),
     "GPTNeoSelfAttention": _computes_scores(lambda module: 1.0),
     "MptAttention": _mpt,
     "NemotronAttention": _forwards_keywords,
