@@ -45,7 +45,7 @@ class Writer:
             return None
         raise ConfigError(
             f"document {name!r} is stored with another text (sha256 {found.digest[:12]}, not "
-            f"{origin.digest[:12]}); use another name, or overwrite=True"
+            f"{origin.digest[:12]}); use another name, or overwrite it"
         )
 
     def is_whole(self, found: SourceFile) -> bool:

@@ -45,7 +45,8 @@ def write(
 ) -> None:
     """Writes config.json and model.safetensors into the folder, replacing an existing head.
 
-    A partially written folder has no config.json. ConfigError if it cannot be written.
+    Without room on the disk the existing one stays; a partially replaced one has no config.json.
+    ConfigError if it cannot be written.
     """
     text = {"model_type": KIND, **asdict(config), "dropped_share": dropped_share}
     write_folder(path, text, tensors, what="head")
@@ -56,17 +57,20 @@ def write_folder(
 ) -> None:
     """The same for any config; what: the word for its content in errors."""
     folder = Path(path)
+    weights, words = folder / "model.safetensors.part", folder / "config.json.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)
-        weights, words = folder / "model.safetensors.part", folder / "config.json.part"
         plain = {name: x.detach().contiguous() for name, x in tensors.items()}
         save_file(plain, weights, metadata={"format": "pt"})
         words.write_text(json.dumps(config, indent=2) + "\n")
         weights.chmod(words.stat().st_mode & 0o777)  # safetensors makes files for the owner alone
+        (folder / "config.json").unlink(missing_ok=True)
         os.replace(weights, folder / "model.safetensors")
         os.replace(words, folder / "config.json")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter on a full disk
+        if folder.is_dir():
+            weights.unlink(missing_ok=True)
+            words.unlink(missing_ok=True)
         raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {error}") from error
 
 

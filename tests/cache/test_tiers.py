@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.tiers import FileStore, FileTier, PinnedTier, Tier
 from keyhole.errors import CapacityError, ConfigError
 from tests.cache import test_machine
+from tests.disks import files_at_most
 from tests.effort import examples
 
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)
@@ -160,21 +160,11 @@ def test_a_store_that_is_larger_than_the_disk_is_refused_before_it_is_written(
     assert store.resized(2)[0].eq(3.0).all()
 
 
-@contextmanager
-def file_limit(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_limit_met_while_space_is_set_aside_leaves_all_as_it_was(tmp_path: Path) -> None:
     store = FileTier(tmp_path).store(torch.empty(0, 1 << 10))
     small = store.resized(4)
     small.fill_(3.0)
-    with file_limit(1 << 16), pytest.raises(CapacityError, match="File too large"):
+    with files_at_most(1 << 16), pytest.raises(CapacityError, match="File too large"):
         store.resized(1 << 10)
     assert store.resized(4) is small
     assert store.resized(1 << 10)[:4].eq(3.0).all()
@@ -377,7 +367,7 @@ def test_a_full_disk_in_growth_changes_nothing(
     cache.offload_layer(1, FileTier(tmp_path))
     wanted = [contents(cache, layer) for layer in range(3)]
     # Layer 0 has grown by then.
-    with file_limit(1 << 12), pytest.raises(CapacityError, match="name a directory"):
+    with files_at_most(1 << 12), pytest.raises(CapacityError, match="name a directory"):
         cache.allocate(10)
     assert cache.available == 54
     cache.check_integrity([first])
@@ -395,7 +385,7 @@ def test_a_full_disk_in_a_move_changes_nothing(tmp_path: Path) -> None:
     cache.allocate(1)
     fill(cache)
     wanted = contents(cache, 0)
-    with file_limit(1 << 10), pytest.raises(CapacityError):
+    with files_at_most(1 << 10), pytest.raises(CapacityError):
         cache.offload_layer(0, FileTier(tmp_path))
     assert cache.offloaded_layers == ()
     assert all(map(torch.equal, contents(cache, 0), wanted))

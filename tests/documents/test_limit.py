@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import CapacityError, ConfigError
+from tests.disks import files_at_most
 from tests.documents.records import MODEL, make_record, place, same, user_cache
 
 __all__ = ["place", "user_cache"]
@@ -166,19 +164,6 @@ def test_records_of_other_models_are_evicted_too(place: str | Path, size: int) -
 
 
 # Disks.
-
-
-@contextmanager
-def files_at_most(size: int) -> Iterator[None]:
-    """No file can become longer, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from keyhole.retrieval.training.objectives import selection_loss
 from keyhole.retrieval.training.run import rate
 from keyhole.retrieval.training.training_config import FileCorpus, TrainingConfig
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
+from tests.disks import files_at_most
 
 RECIPE = TrainingConfig(
     tokens=1200, length=96, batch_tokens=192, num_queries=16, feature_layers=(1, 2, 3)
@@ -152,6 +153,33 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
     with pytest.raises(ConfigError, match="holds a finished head or gate; choose another"):
         train.train(network, Texts(), RECIPE, tmp_path / "head")
+
+
+def test_a_full_disk_is_noticed_before_the_first_step(network: Any, tmp_path: Path) -> None:
+    with (
+        files_at_most(1000),
+        pytest.raises(ConfigError, match=r"no snapshot .*; free disk space, or choose another"),
+    ):
+        train.train(network, Texts(), RECIPE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_whose_result_finds_no_room_is_not_lost(
+    network: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RetrievalHead.save_pretrained
+
+    def without_room(self: RetrievalHead, path: Path) -> None:
+        with files_at_most(1000):
+            write(self, path)
+
+    monkeypatch.setattr(RetrievalHead, "save_pretrained", without_room)
+    with pytest.raises(ConfigError, match="the head cannot be written to"):
+        train.train(network, Texts(), RECIPE, tmp_path)
+    monkeypatch.undo()
+    rest = train.train(network, Texts(), RECIPE, tmp_path, resume=True)
+    assert rest.finished
+    assert RetrievalHead.from_pretrained(tmp_path, network).config.feature_layers == (1, 2, 3)
 
 
 def test_nan_stops_a_training_and_nothing_is_lost(

@@ -12,6 +12,7 @@ from torch import nn
 
 from keyhole.errors import ConfigError, ModelError
 from keyhole.retrieval.head import RetrievalHead
+from tests.disks import files_at_most
 from tests.retrieval.drafts import edit, make_draft, make_target, reconfigure
 
 VARIANTS: list[dict[str, Any]] = [
@@ -295,6 +296,16 @@ def test_a_head_that_cannot_be_written_is_said(target: Any, tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the head cannot be written to"):
         RetrievalHead.random(target).save_pretrained(tmp_path / "file")
+
+
+def test_a_head_stays_where_there_is_no_room_for_another(target: Any, tmp_path: Path) -> None:
+    """The old one's config.json was removed first."""
+    head = RetrievalHead.random(target)
+    head.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with files_at_most(1000), pytest.raises(ConfigError, match="the head cannot be written to"):
+        RetrievalHead.random(target, seed=1).save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_weights_are_ordinary_parameters(target: Any) -> None:

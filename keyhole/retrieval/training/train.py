@@ -65,6 +65,9 @@ def train(
     distiller: TrainingRun = kind(network, corpus, config)
     if state is not None:
         distiller.restore(state)
+    else:  # a disk without room for a snapshot is noticed now, not after hours
+        save(folder, distiller.state())
+        (folder / SNAPSHOT).unlink()
     shown: dict[str, float] = {}
     started = saved = time.monotonic()
     with tqdm(
@@ -90,11 +93,10 @@ def train(
             if time.monotonic() - saved > _SAVE_EVERY:
                 save(folder, distiller.state())
                 saved = time.monotonic()
+    save(folder, distiller.state())
     if distiller.finished:
         distiller.save_pretrained(folder)
-        (folder / SNAPSHOT).unlink(missing_ok=True)
-    else:
-        save(folder, distiller.state())
+        (folder / SNAPSHOT).unlink()
     return TrainingOutcome(
         finished=distiller.finished,
         steps=distiller.step,
@@ -116,7 +118,12 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         torch.save(state, new)
         os.replace(new, folder / SNAPSHOT)
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-        raise ConfigError(f"no snapshot can be written to {str(folder)!r}: {error}") from error
+        if folder.is_dir():
+            new.unlink(missing_ok=True)
+        raise ConfigError(
+            f"no snapshot can be written to {str(folder)!r}: {error}; free disk space, or choose "
+            "another output folder"
+        ) from error
 
 
 def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
