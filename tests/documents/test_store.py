@@ -72,7 +72,7 @@ def test_the_same_text_again_changes_nothing(store: DocumentStore) -> None:
 
 def test_another_text_under_a_name_is_refused_unless_overwritten(store: DocumentStore) -> None:
     store.add("x", "text", make_record(0), pinned=True)
-    with pytest.raises(ConfigError, match=r"'x' is stored with another text .* overwrite=True"):
+    with pytest.raises(ConfigError, match=r"'x' is stored with another text .* overwrite it"):
         store.add("x", "text two", make_record(1))
     with pytest.raises(ConfigError, match="'x' is stored with another text"):
         store.stored("x", "text two")
