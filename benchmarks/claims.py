@@ -22,7 +22,7 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks import results_page
-from benchmarks.results_page.controls import FILES, HOPS
+from benchmarks.results_page.controls import FILES, HOPS, SCRATCH
 from keyhole.policies import available_policies
 
 SAMPLES = 100
@@ -57,6 +57,8 @@ HOPS_PLACES = {
     ("tiny_walk2", "prompt"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (1024, 2048, 4096),
 }
+#: Places where `keyhole-scratch` can tell methods apart.
+SCRATCH_PLACES = {("tiny_walk2", "prompt"): (2048, 4096), ("tiny_derive", "prompt"): (2048, 4096)}
 HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (1024,))
 #: Those that can have equal terms, and those of them that can be as published.
 _HOPS_METHODS = (
@@ -172,6 +174,14 @@ PARTS = {
         ("placements", _PLACEMENTS_AT, ["--policies", _placements()]),
     )
 }
+PARTS[SCRATCH] = ClaimPart(
+    flags=[
+        *("--model", "recipes/tiny_model/keyhole-scratch", "--terms", "equal"),
+        *("--policies", _HOPS_METHODS.replace("spe_context,", ""), "--budgets", "1/8"),
+    ],
+    places=SCRATCH_PLACES,
+    samples=HOPS_SAMPLES,
+)
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ from keyhole.eval.report.plot_style import NOTHING
 
 #: Before the name of a part that is measured on `tiny-hops`.
 HOPS = "hops-"
+#: The part that is measured on `keyhole-scratch`, which is not in the wheel.
+SCRATCH = "scratch-equal"
 #: The file of each part, in the folder of the results.
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
@@ -36,7 +38,7 @@ FILES = (
         )
     }
     # Its other form is a method of the comparison at equal terms, with the same controls.
-    | {HOPS + "lists": f"{HOPS}equal.jsonl"}
+    | {HOPS + "lists": f"{HOPS}equal.jsonl", SCRATCH: f"{SCRATCH}.jsonl"}
 )
 #: Title and explanation of each comparison, in the order of the page.
 TERMS = {
@@ -81,6 +83,14 @@ _HOPS_TERMS = {
         "controls have the dense layers that the method chose.",
     ),
     HOPS + "published": TERMS["published"],
+}
+_SCRATCH_TERMS = {
+    SCRATCH: (
+        "Equal terms on `keyhole-scratch`",
+        "The terms are those of the table at equal terms above, for a model that learned where it "
+        "looks things up from random weights, at the four places where it can tell methods apart. "
+        "It has no retrieval head, so `spe_context` is not here.",
+    ),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
 OUTSIDE, EXTRA = "outside_budget", "extra"
@@ -158,6 +168,7 @@ def hops_section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str
             "other layers**. Controls, intervals and tests are those of the section above."
         ),
         *parts,
+        *_all_terms(_SCRATCH_TERMS, lines, pictures),
     ]
 
 
@@ -323,7 +334,7 @@ def _cell(text: str) -> str:
 
 def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
     """The settings of every method, collapsed; what they have in common is stated above."""
-    if terms in ("equal", HOPS + "equal"):
+    if terms in ("equal", HOPS + "equal", SCRATCH):
         return []
     texts: dict[str, str] = {}
     for line in lines:
