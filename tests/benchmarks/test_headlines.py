@@ -25,7 +25,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "release_memory", lambda: None)  # slow, and nothing is large here
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in HEADLINES if "_24gb_" not in n and "prompt" not in n])
 def test_a_setting_runs_in_small_and_has_speeds_for_its_bars(name: str) -> None:
     reported = []

@@ -86,7 +86,7 @@ def test_a_control_has_the_dense_layers_and_the_budget_of_its_method(
         assert controls[method]["sink_size"] == 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short")
 @pytest.mark.parametrize("more", [("--json",), ()])
 def test_without_matplotlib_there_is_no_picture_and_all_else(

@@ -263,6 +263,7 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_lists_of_a_long_prompt_take_what_is_planned(tmp_path: Path) -> None:
     """Lists of Python's numbers and an entry in a dictionary for each page took 32 bytes a token,
