@@ -100,8 +100,9 @@ def layers_section(lines: Sequence[Line]) -> list[str]:
             "something up that the task needs. `keyhole-hops` began as copies of layers of "
             "`keyhole-tiny`, and single look-ups have stayed in the layers that do them there: so "
             "at equal terms derivations and rings tell how well a method selects for layer 2, and "
-            "only `tiny_walk2` how well for later layers. `keyhole-scratch` and `scratch-0` "
-            "learned where they look things up, from random weights."
+            "only `tiny_walk2` how well for later layers. `keyhole-scratch`, `keyhole-scratch-1` "
+            "(its second seed) and `scratch-0` (an earlier, shorter run) learned where they look "
+            "things up, from random weights."
         ),
         written(["model", "task", *(str(n) for n in range(width))], rows),
         source(lines),

@@ -1,4 +1,4 @@
-"""The models that resolve two facts in one step: the bundled one, and the one from scratch."""
+"""The models that resolve two facts in one step: the bundled one, and two seeds from scratch."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,11 @@ from keyhole.eval.tiny_language.world import WORD_IDS
 from keyhole.models.locate import named
 from recipes.tiny_model.examination import CARD, RESULTS, card, exactly_right
 
+RECIPES = Path(recipes.tiny_model.__file__).parent
 FOLDERS = (
     Path(named("tiny-hops")),
-    Path(recipes.tiny_model.__file__).parent / "keyhole-scratch",
+    RECIPES / "keyhole-scratch",
+    RECIPES / "keyhole-scratch-1",
 )
 
 
