@@ -323,15 +323,20 @@ class SamplingParams:
         return dataclasses.replace(self, **missing)
 
 
+#: Logits are float32.
+_MOST_BIAS = 1e38
+
+
 def _bias(given: object) -> dict[int, float]:
     """A logit_bias in plain numbers; JSON has its ids as texts, as OpenAI's interface does."""
-    right = "a dict of token ids and numbers such as {50256: -100}"
+    right = f"a dict of token ids and numbers up to {_MOST_BIAS:g}, such as {{50256: -100}}"
     if not isinstance(given, Mapping):
         raise ConfigError(f"logit_bias {given!r} must be {right}")
     found = {}
     for token, value in given.items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        require(is_count(token, 0) and is_number(value), "logit_bias", given, right)
+        plain = is_count(token, 0) and is_number(value) and abs(float(value)) <= _MOST_BIAS
+        require(plain, "logit_bias", given, right)
         found[int(token)] = float(value)
     return found
 

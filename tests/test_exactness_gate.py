@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,27 @@ def test_what_cannot_run_is_refused_with_its_reason(family: str, reason: str) ->
 def test_falcon_with_alibi_is_refused() -> None:
     found = measure(CONFIG_MAPPING["falcon"](alibi=True))
     assert "adds ALiBi twice under" in str(found.reason)
+
+
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling"])
+def test_yarn_reaches_as_far_as_it_says(style: str, tmp_path: Path) -> None:
+    """Model cards have users add it, with max_position_embeddings as it was."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = {"rope_parameters": yarn | {"rope_theta": 1e4}} if style == "rope_parameters" else {}
+    folder = make_model("llama", tmp_path, max_position_embeddings=64, **fields)
+    if not fields:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config["rope_scaling"] = {"type": "yarn"} | yarn
+        config.pop("rope_parameters")
+        (Path(folder) / "config.json").write_text(json.dumps(config | {"rope_theta": 1e4}))
+    llm = LLM(folder, device="cpu", dtype="float32")
+    assert llm.engine.max_length == 256
+    prompt = list(range(3, 53)) * 4
+    answer = llm.generate(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    wanted = network.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert answer.token_ids == wanted[0, len(prompt) :].tolist()
 
 
 def test_an_unknown_family_is_an_error() -> None:

@@ -121,18 +121,25 @@ def _banned(row: int, sequence: Sequence) -> _Change:
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Inverse-transform sampling over the sorted, filtered distribution."""
-    logits, order = (logits / _column(sequences, "temperature", logits)).sort(-1, descending=True)
+    temperature = _column(sequences, "temperature", logits)
+    temperature = temperature.clamp(min=torch.finfo(logits.dtype).tiny)
+    # The largest becomes 0, so that a tiny temperature makes none infinite.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    logits, order = logits.sort(-1, descending=True)
     top_k = _column(sequences, "top_k", logits)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     logits = logits.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
     weights = logits.softmax(-1)
     before = weights.cumsum(-1) - weights
-    weights = weights.masked_fill(before >= _column(sequences, "top_p", logits), 0.0)
+    beyond = (before >= _column(sequences, "top_p", logits)) & (rank > 0)
+    weights = weights.masked_fill(beyond, 0.0)
     least = weights[:, :1] * _column(sequences, "min_p", logits)
     total = weights.masked_fill(weights < least, 0.0).cumsum(-1)
     number = _send([s.random.random() for s in sequences], total, total.dtype)
     place = torch.searchsorted(total, number[:, None] * total[:, -1:], right=True)
-    return order.gather(1, place.clamp(max=total.shape[-1] - 1))[:, 0]
+    # One number in 2^25 is rounded to 1, which is beyond every token.
+    last = (total < total[:, -1:]).sum(-1, keepdim=True)
+    return order.gather(1, place.minimum(last))[:, 0]
 
 
 def _column(sequences: list[Sequence], name: str, like: Tensor) -> Tensor:

@@ -363,8 +363,8 @@ class Scheduler:
             return False
         if sequence.context is None:
             sequence.num_computed = self._known(sequence)
-            cached = min(sequence.num_computed, sequence.num_prompt)
-            sequence.num_cached = max(sequence.num_cached, cached)
+            if sequence.begun is None:  # after a pre-emption its own pages may be known
+                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.first = sequence.num_computed
         sequence.slot = self._slots.pop()
         if self._states is not None and sequence.num_computed:

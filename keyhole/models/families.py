@@ -256,6 +256,22 @@ _ALIBI_LENGTH = 65536
 
 
 def _longest(config: Any) -> int:
+    return max(_stated_length(config), _yarn_length(config))
+
+
+def _yarn_length(config: Any) -> int:
+    """As far as YaRN reaches; model cards have users add it and leave the other length alone."""
+    stretched = [
+        int(rope["factor"] * rope["original_max_position_embeddings"])
+        for rope in _ropes(config)
+        if rope.get("rope_type") == "yarn"
+        and rope.get("factor")
+        and rope.get("original_max_position_embeddings")
+    ]
+    return min(stretched, default=0)
+
+
+def _stated_length(config: Any) -> int:
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         found = getattr(config, name, None)
         if found is not None:
@@ -294,9 +310,7 @@ class RopeLengths:
 def rope_lengths(config: Any) -> RopeLengths | None:
     """The config's RoPE settings; None if the frequencies do not depend on the length."""
     positions = getattr(config, "max_position_embeddings", None)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    ropes = [ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)]
-    changing = [rope for rope in ropes if _changes(rope)]
+    changing = [rope for rope in _ropes(config) if _changes(rope)]
     if not changing or positions is None:
         return None
     kinds = {str(rope["rope_type"]) for rope in changing}
@@ -308,6 +322,14 @@ def rope_lengths(config: Any) -> RopeLengths | None:
     longest = int(min(positions * _stretch(rope) for rope in changing))
     threshold = min(rope_threshold(rope, positions) for rope in changing)
     return RopeLengths(kind, min(threshold, longest), longest, every)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The RoPE of the config, or that of each kind of layer."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in ropes:
+        return [ropes]
+    return [rope for rope in ropes.values() if isinstance(rope, dict)]
 
 
 def _changes(rope: dict[str, Any]) -> bool:

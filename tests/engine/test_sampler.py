@@ -210,6 +210,30 @@ def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, checkpoint
         LLM(checkpoint, policy, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 1e-38}, {"temperature": 1e-300}, {"top_p": 1e-50}, {"min_p": 1.0}]
+)
+def test_the_smallest_settings_leave_the_most_likely_token(settings: dict[str, float]) -> None:
+    logits = 5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
+    one = sequence(**{"temperature": 1.0} | settings)
+    assert all(sample(logits, [one])[0] == logits.argmax() for _ in range(20))
+
+
+@pytest.mark.parametrize("top_k", [1, 5, VOCAB])
+def test_the_largest_random_number_is_the_last_token_that_may_follow(top_k: int) -> None:
+    """In float32 it is 1, beyond every token: the least likely one of all was taken."""
+
+    class Largest:
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
+    one = sequence(temperature=1.0, top_k=top_k)
+    one.random = Largest()  # type: ignore[assignment]
+    ranks = logits[0].sort(descending=True).indices.tolist()
+    assert ranks.index(int(sample(logits, [one])[0])) == top_k - 1
+
+
 def test_temperature_zero_is_the_most_likely_token_also_beside_others() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     rows = [sequence(temperature=0), sequence(temperature=2.0, seed=1), sequence(temperature=0)]
@@ -261,6 +285,7 @@ def test_generation_config_is_the_default_and_params_win() -> None:
         {"logit_bias": [5]},
         {"logit_bias": {-1: 2.0}},
         {"logit_bias": {5: "much"}},
+        {"logit_bias": {5: 1e39}},
         {"bad_words": ("",)},
         {"bad_words": 5},
     ],

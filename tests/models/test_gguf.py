@@ -300,3 +300,77 @@ def test_what_is_to_be_installed_is_said(
 def test_without_transformers_its_shape_is_not_read(make: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match="is read with transformers only"):
         checkpoint.read(make("F32"))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3": LLAMA3,
+}
+
+
+def scaled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, worse: float = 1.0
+) -> tuple[str, Path]:
+    """A checkpoint with scaled RoPE, and its file, which has it as llama.cpp's converter writes it.
+
+    worse: multiplies the first divisor of Llama 3's.
+    """
+    sizes = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 16384}
+    base = make_model("llama", folder, tokenizer=True, rope_parameters=SCALED[kind], **sizes)
+    rotary = AutoModelForCausalLM.from_pretrained(base).model.rotary_emb
+
+    class Writer(GGUFWriter):
+        def write_header_to_file(self, *args: Any, **named: Any) -> None:
+            if kind == "llama3":
+                plain = 5e5 ** -(torch.arange(8, dtype=torch.float64) / 8)
+                divisors = (plain / rotary.inv_freq.double()).float().numpy()
+                divisors[0] *= worse
+                self.add_tensor("rope_freqs.weight", divisors)
+            else:
+                self.add_rope_scaling_type(gguf.RopeScalingType(kind))
+                self.add_rope_scaling_factor(4.0)
+                if kind == "yarn":
+                    self.add_rope_scaling_orig_ctx_len(64)
+            super().write_header_to_file(*args, **named)
+
+    monkeypatch.setitem(write.__globals__, "GGUFWriter", Writer)
+    write(Path(base), folder / "scaled.gguf", "F32")
+    return base, folder / "scaled.gguf"
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rope_is_that_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """transformers reads it for gpt-oss only: Llama 3.1 gave other answers, without a word."""
+    base, path = scaled(tmp_path, monkeypatch, kind)
+    ids = list(range(3, 200))
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(base)(torch.tensor([ids])).logits[0, -1]
+    llm = LLM(path, device="cpu", dtype="float32")
+    request = llm.engine.add(ids, GREEDY, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_rope_that_is_scaled_in_another_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = scaled(tmp_path, monkeypatch, "llama3", worse=1.5)
+    with pytest.raises(ModelError, match=r"scales RoPE by a tensor .* that is not Llama 3's"):
+        load(path, "cpu")

@@ -34,7 +34,26 @@ class Adapters:
 
 def merged(network: Any, adapter: Path, base: str) -> Any:
     """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
-    return _adapted(network, adapter, base).merge_and_unload()
+    _untie(network)
+    adapted = _adapted(network, adapter, base)
+    try:
+        return adapted.merge_and_unload()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} cannot be merged into the weights: {one_line(error)}; "
+            "merge it with the program that made it, and give the folder of the result"
+        ) from error
+
+
+def _untie(network: Any) -> None:
+    """Gives a tied output layer weights of its own: an adapter may change one of the two.
+
+    peft adds to a weight in place, so that both would have changed.
+    """
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        network.config.tie_word_embeddings = False
 
 
 def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) -> Adapters:
@@ -70,9 +89,8 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
     """What an adapter adds, by module name in a fixed order."""
     from peft.tuners.lora import LoraLayer
 
-    adapted = _adapted(network, folder, base)
+    adapted = _adapted(network, folder, base, alone=True)
     try:
-        _require_plain(adapted.peft_config["default"], folder)
         found = []
         layers: Iterable[tuple[str, Any]] = adapted.base_model.model.named_modules()
         for name, layer in (pair for pair in layers if isinstance(pair[1], LoraLayer)):
@@ -85,6 +103,10 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
         adapted.unload()
 
 
+#: Ways to begin an adapter's training that take the adapter out of the base weights.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+
+
 def _require_plain(config: Any, folder: Path) -> None:
     """ModelError for an adapter that is more than low-rank products."""
     more = {
@@ -92,10 +114,16 @@ def _require_plain(config: Any, folder: Path) -> None:
         "modules_to_save": "whole modules",
         "trainable_token_indices": "embeddings of tokens",
         "target_parameters": "single parameters",
+        "lora_bias": "biases",
+        "alora_invocation_tokens": "a beginning in the text (aLoRA)",
     }
     for name, what in more.items():
         if getattr(config, name, None):
             raise _unsuitable(folder, f"it has {what} ({name}) besides low-rank products")
+    start = str(config.init_lora_weights).lower()
+    if start.startswith(_CHANGES_BASE):
+        why = f"its base weights are changed, too (init_lora_weights={start!r})"
+        raise _unsuitable(folder, why)
     if config.bias != "none":
         raise _unsuitable(folder, f"it changes biases (bias={config.bias!r})")
 
@@ -118,8 +146,11 @@ def _unsuitable(folder: Path, why: str) -> ModelError:
     )
 
 
-def _adapted(network: Any, adapter: Path, base: str) -> Any:
-    """The network inside peft's model, with an adapter's weights; ModelError if it does not fit."""
+def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> Any:
+    """The network inside peft's model, with an adapter's weights; ModelError if it does not fit.
+
+    alone: for single requests, which takes more of an adapter; the network must not change.
+    """
     import peft
 
     try:
@@ -130,6 +161,8 @@ def _adapted(network: Any, adapter: Path, base: str) -> Any:
                 f"the adapter {str(adapter)!r} is of the kind {kind}, which "
                 "cannot be merged into weights; LORA can"
             )
+        if alone:
+            _require_plain(config, adapter)
         weights = peft.load_peft_weights(str(adapter), device="cpu")
         adapted = peft.get_peft_model(network, config)
         report: Any = peft.set_peft_model_state_dict(adapted, weights)

@@ -29,7 +29,7 @@ from keyhole.errors import ModelError, one_line
 from keyhole.models import checkpoint, families
 from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
-from keyhole.models.weights import blocks
+from keyhole.models.weights import blocks, gguf_rope
 from keyhole.models.weights.blocks import BlockWeight
 from keyhole.models.weights.packing import (
     BLOCK,
@@ -74,13 +74,14 @@ def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
 
 
 def complete(config: Any, path: Path) -> None:
-    """Sets what transformers does not read of a file: sizes of experts, in place.
+    """Sets what transformers does not read of a file, in place: sizes of experts, scaled RoPE.
 
     It takes the family's defaults, those of one model, and could not load another.
     """
+    reader = open_file(path)
+    gguf_rope.scale(config, reader, _architecture(reader), str(path))
     if not hasattr(config, "moe_intermediate_size"):
         return
-    reader = open_file(path)
     for field, name in _EXPERT_SIZES.items():
         found = read_field(reader, f"{_architecture(reader)}.{field}")
         if found:

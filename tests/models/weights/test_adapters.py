@@ -127,3 +127,32 @@ def test_an_adapter_of_another_model_is_refused(folders: dict[str, Path], tmp_pa
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match="is damaged"):
         load(folders["beside"])
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_path: Path) -> None:
+    base = make_model("llama", tmp_path, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=[module], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        wanted = adapted(torch.tensor([PROMPT])).logits[0, -1]
+    llm = LLM(tmp_path / "adapter", device="cpu")
+    request = llm.engine.add(PROMPT, PARAMS, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_an_adapter_that_peft_cannot_merge_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    peft.get_peft_model(network, config).save_pretrained(tmp_path / "a")
+    with pytest.raises(ModelError, match=r"cannot be merged into the weights: .*; merge it with"):
+        LLM(tmp_path / "a", device="cpu")

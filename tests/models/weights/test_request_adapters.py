@@ -238,6 +238,10 @@ def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
         ({"target_modules": ["lm_head"]}, "runs for single tokens only"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is of class Embedding"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, r"biases \(lora_bias\)"),
+        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4]}, "aLoRA"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "base weights are changed"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "base weights are changed"),
     ],
 )
 def test_more_than_low_rank_products_are_refused(
@@ -249,6 +253,20 @@ def test_more_than_low_rank_products_are_refused(
     with pytest.raises(ModelError, match=why) as caught:
         LLM(folders["base"], device="cpu", adapters={"more": tmp_path})
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_refused_adapter_leaves_a_loaded_network_as_it_was(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """PiSSA's base weights stayed in it, and other requests were answered by these."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    peft.get_peft_model(network, config).save_pretrained(tmp_path)
+    own = AutoModelForCausalLM.from_pretrained(folders["base"])
+    before = {name: weight.clone() for name, weight in own.state_dict().items()}
+    with pytest.raises(ModelError, match="pissa"):
+        LLM(own, adapters={"more": tmp_path})
+    assert all(torch.equal(weight, before[name]) for name, weight in own.state_dict().items())
 
 
 def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
