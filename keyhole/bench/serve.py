@@ -195,12 +195,15 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
     except (aiohttp.ClientError, OSError) as error:
         sample.error = type(error).__name__
         return sample
-    last = json.loads(event.removeprefix(_DATA))
-    if "error" in last:
-        sample.error = str(last["error"]["type"])
-    else:
-        sample.times.pop()  # the event with the usage
-        sample.tokens = last["usage"]["completion_tokens"]
+    try:
+        last = json.loads(event.removeprefix(_DATA))
+        if "error" in last:
+            sample.error = str(last["error"]["type"])
+        else:
+            sample.tokens = last["usage"]["completion_tokens"]
+            sample.times.pop()  # the event with the usage
+    except (ValueError, KeyError, TypeError):  # a proxy, or a server that ends, cuts it off
+        sample.error = "incomplete answer"
     return sample
 
 

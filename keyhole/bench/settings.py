@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from keyhole.config import is_count, is_number, require, require_counts, require_known, setting
 from keyhole.errors import ConfigError
@@ -182,6 +183,10 @@ class ServeSettings:
     seed: int = setting(0, "seed of lengths, prompts and arrivals")
 
     def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        right = "an address without /v1 such as http://127.0.0.1:8000"
+        good = parts.scheme in ("http", "https") and bool(parts.netloc)
+        require(good and parts.path in ("", "/"), "url", self.url, right)
         require_counts(self, "requests")
         good = self.rate is None or (is_number(self.rate) and self.rate > 0)
         require(good, "rate", self.rate, "a number above 0")

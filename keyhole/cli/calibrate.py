@@ -246,7 +246,7 @@ def _given(arguments: argparse.Namespace) -> list[Any] | None:
         text = Path(arguments.data).read_text(encoding="utf-8-sig")
         if not arguments.data.endswith(".jsonl"):
             return [text]
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--data {arguments.data!r} cannot be read: {error}") from error
 

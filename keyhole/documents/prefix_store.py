@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,11 +98,14 @@ class PrefixStore:
             found[key] = span.tensor(part)
         return found
 
-    def write(self, digest: bytes, tensors: Mapping[str, Tensor]) -> None:
+    def write(
+        self, digest: bytes, tensors: Mapping[str, Tensor], before: Sequence[bytes] = ()
+    ) -> None:
         """Stores a chunk, unless it is there or larger than the limit; then it is on disk.
 
-        tensors: on the CPU, contiguous, wide numbers before narrow ones. An error becomes a
-        warning; the chunk is then computed again when it is needed.
+        before: the chunks of the text before it, without which it is of no use; it is removed
+        before they are. tensors: on the CPU, contiguous, wide numbers before narrow ones. An error
+        becomes a warning; the chunk is then computed again when it is needed.
         """
         if self._place.folder is None or self.has(digest):
             return
@@ -120,16 +124,23 @@ class PrefixStore:
                 staged.commit()
             finally:
                 staged.discard()
-            self._remove_oldest()
+            if self._limit is not None:
+                self.touch([*before, digest])
+                self._remove_oldest()
         except OSError as error:
             _LOG.warning("a prefix could not be stored at %s: %s", self._place.url, error)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Marks chunks as used now, the first of them as the last."""
-        for digest in reversed(digests):
+        now = time.time_ns()
+        for step, digest in enumerate(reversed(digests)):
+            # The system's own clock moves on every few milliseconds only.
+            used = now + 1000 * step
             try:
-                os.utime(Path(self._place.url) / self._path(digest))
-            except OSError:  # read-only, or removed by another process
+                os.utime(Path(self._place.url) / self._path(digest), ns=(used, used))
+            except FileNotFoundError:  # removed, perhaps by another process
+                continue
+            except OSError:  # read-only
                 return
 
     def _remove_oldest(self) -> None:

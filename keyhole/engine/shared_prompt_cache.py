@@ -167,7 +167,8 @@ class StoredPrefixes:
                 tensors[f"common.{name}"] = tensor[there].cpu()
             for layer, tensor in enumerate(self._cache.content(there)):
                 tensors[f"layers.{layer}"] = tensor.cpu()
-            self._pending.append(self._writer.submit(self._store.write, digests[i], tensors))
+            written = self._writer.submit(self._store.write, digests[i], tensors, digests[:i])
+            self._pending.append(written)
         while self._pending and (len(self._pending) > _MOST_PENDING or self._pending[0].done()):
             self._pending.popleft().result()
 

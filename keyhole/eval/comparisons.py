@@ -275,8 +275,14 @@ def _scores(line: Line) -> list[float]:
     return scores
 
 
+def kv_dtype(line: Line) -> str:
+    """How keys and values were stored while a line was measured."""
+    engine = line.get("engine")
+    return str((isinstance(engine, dict) and engine.get("kv_dtype")) or "auto")
+
+
 def _place(line: Line) -> str:
-    return json.dumps([line.get(name) for name in _SAME], sort_keys=True)
+    return json.dumps([kv_dtype(line), *map(line.get, _SAME)], sort_keys=True)
 
 
 def _key(line: Line) -> str:

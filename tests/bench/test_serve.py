@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,37 @@ def test_lengths_are_drawn_or_read(tmp_path: Path) -> None:
         ({"prompt_length": "9-3"}, "prompt_length '9-3'"),
         ({"answer_length": "x"}, "answer_length 'x'"),
         ({"time_limit": -1.0}, "time_limit -1.0"),
+        ({"url": "localhost:8000"}, "url 'localhost:8000' must be an address without /v1"),
+        ({"url": "http://127.0.0.1:8000/v1"}, "url 'http://127.0.0.1:8000/v1' must be an address"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ServeSettings(**given)
+
+
+@pytest.mark.parametrize("body", [b"", b'data: {"choices": []}\n\n', b'data: {"cho'])
+def test_an_answer_that_is_cut_off_has_failed(body: bytes) -> None:
+    """It ended the run, and the answers before it were lost."""
+
+    class Content:
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            yield body
+
+    class Answer:
+        status, content = 200, Content()
+
+        async def __aenter__(self) -> Answer:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    class Session:
+        def post(self, *_: object, **__: object) -> Answer:
+            return Answer()
+
+    assert asyncio.run(serve._stream(Session(), {})).error == "incomplete answer"
 
 
 def test_a_place_without_a_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

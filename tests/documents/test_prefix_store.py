@@ -109,6 +109,17 @@ def test_of_a_prefix_the_end_is_removed_before_the_start(tmp_path: Path) -> None
     assert [store.has(ONE), store.has(OTHER)] == [True, False]
 
 
+def test_a_prompt_that_does_not_fit_keeps_its_beginning(tmp_path: Path) -> None:
+    """Its first chunks are written first, and were the oldest; the others were of no use."""
+    digests = [bytes([i]) * 16 for i in range(6)]
+    PrefixStore(tmp_path, MODEL).write(digests[0], chunk())
+    size = files(tmp_path)[0].stat().st_size
+    store = PrefixStore(tmp_path, MODEL, limit_bytes=4 * size)
+    for i, digest in enumerate(digests):
+        store.write(digest, chunk(i), before=digests[:i])
+    assert [store.has(digest) for digest in digests] == [True] * 4 + [False] * 2
+
+
 def test_what_cannot_be_written_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

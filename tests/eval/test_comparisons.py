@@ -67,6 +67,7 @@ def test_controls_are_of_the_same_samples_model_and_settings() -> None:
         {"setup": "question"},
         {"model": "another"},
         {"fingerprint": "another"},
+        {"engine": {"kv_dtype": "int8"}},
     ]
     lines = [control("recent", [0] * 4, **other) for other in others]
     lines += [full(length=2048), control("recent", [0] * 4) | {"settings": S | {"sink_size": 4}}]

@@ -23,6 +23,14 @@ def test_texts_are_read_in_every_form(tmp_path: Path) -> None:
     assert [len(text) for text in read(lines, tokenizer, VOCAB_SIZE).texts] == [81, 70]
 
 
+def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
+    """Other separators of lines may stand in JSON's strings; valid files were refused."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'"{"y" * 80}\u2028{"z" * 80}"\n', encoding="utf-8")
+    (text,) = read(path, make_tokenizer(), VOCAB_SIZE).texts
+    assert len(text) > 160
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -145,6 +145,13 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     train.save(tmp_path / "run", older)
     with pytest.raises(ConfigError, match="made by another version of Keyhole"):
         train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)
+    older["config"] = older["config"] | {"of_another_version": 1}
+    train.save(tmp_path / "run", older)
+    with pytest.raises(ConfigError, match="made by another version of Keyhole"):
+        train.config_of(tmp_path / "run")
+    train.save(tmp_path / "run", {"weights": {}})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        train.config_of(tmp_path / "run")
     (tmp_path / "run" / train.SNAPSHOT).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read"):
         train.train(network, Texts(), RECIPE, tmp_path / "run", resume=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from keyhole.models.model import Model
 from keyhole.retrieval.head import RetrievalHead
@@ -54,9 +54,18 @@ def vars_of(layout: Any) -> dict[str, Any]:
 
 
 def _weights(network: nn.Module) -> str:
-    """A digest of names, shapes and some numbers of every parameter."""
+    """A digest of names, shapes and some numbers of every parameter and every stored buffer.
+
+    Quantised weights are buffers.
+    """
     found = hashlib.sha256()
-    for name, parameter in sorted(network.named_parameters()):
+    buffers = {
+        name: value
+        for name, value in network.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    }
+    tensors = dict(network.named_parameters()) | buffers
+    for name, parameter in sorted(tensors.items()):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // _SAMPLES)
         numbers = flat[::step][:_SAMPLES].float().cpu().numpy().tobytes()

@@ -183,7 +183,10 @@ def _key(line: Line) -> tuple[Any, ...]:
     return tuple(line[name] for name in _KEY)
 
 
-def _gain(error: dict[str, list[float]]) -> Estimate:
+def _gain(error: dict[str, list[float]]) -> Estimate | None:
+    """None where the control reads everything, and so has no error."""
+    if not all(error["recent"]):
+        return None
     pairs = zip(error[METHOD], error["recent"], strict=True)
     return estimate([1 - own / recent for own, recent in pairs])
 

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared, wilson_of
+from keyhole.eval.comparisons import (
+    ORACLE,
+    RANDOM,
+    RECENT,
+    Comparison,
+    compared,
+    kv_dtype,
+    wilson_of,
+)
 from keyhole.eval.line_file import GATE, QUESTIONS, Line
 from keyhole.eval.methods import CONTROL, TERMS
 from keyhole.eval.report.plot_style import NOTHING
@@ -42,6 +50,7 @@ class EvalSetting:
     length: int
     settings: ChangedSettings = ()
     terms: str = ""
+    kv_dtype: str = "auto"
 
     @property
     def needles(self) -> EvalSetting:
@@ -187,6 +196,8 @@ def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
         parts.append(SETUPS.get(at.setup, (at.setup,))[0])
     if len({other.terms for other in others}) > 1:
         parts.append(TERMS_NAMES.get(at.terms, at.terms))
+    if len({other.kv_dtype for other in others}) > 1:
+        parts.append(f"kv_dtype {at.kv_dtype}")
     if len({other.model for other in others}) > 1:
         parts.append(at.model)
     return ", ".join(parts)
@@ -243,6 +254,7 @@ def _cell(line: Line) -> Cell:
             length=int(number(line.get("length")) or 0),
             settings=changed_settings(task, asked) if isinstance(asked, dict) else (),
             terms=words(line.get(TERMS)),
+            kv_dtype=kv_dtype(line),
         ),
         policy=policy,
         name=policy,

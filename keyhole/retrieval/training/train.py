@@ -126,6 +126,13 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
+#: What torch raises for a file that is not, or not wholly, what it wrote.
+_DAMAGED = (
+    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError),
+    *(KeyError, TypeError, AttributeError, IndexError),
+)
+
+
 def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
     """The state to resume from, None for a new run."""
     path = folder / SNAPSHOT
@@ -142,10 +149,11 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
         return None
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        _ = state["config"], state["weights"]
         return state
     except FileNotFoundError as error:
         raise ConfigError(f"{str(folder)!r} holds no run to resume") from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except _DAMAGED as error:
         raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {error}") from error
 
 
@@ -155,7 +163,13 @@ def config_of(folder: str | Path) -> TrainingConfig | None:
         return None
     state = _found(Path(folder), True)
     assert state is not None
-    return TrainingConfig(**state["config"])
+    try:
+        return TrainingConfig(**state["config"])
+    except TypeError as error:
+        raise ConfigError(
+            f"the run in {str(folder)!r} was made by another version of Keyhole ({error}); finish "
+            "it with that one, or begin again in another folder"
+        ) from error
 
 
 def _smoothed(shown: dict[str, float], progress: StepProgress) -> dict[str, float]:

@@ -188,7 +188,7 @@ def _read(name: str) -> list[tuple[str, object]]:
     if not name.endswith(".jsonl"):
         return [("", content)]
     found: list[tuple[str, object]] = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -92,6 +92,15 @@ def test_means_leave_dense_layers_out() -> None:
     assert row.way.mean == pytest.approx(0.245 / 0.375)
 
 
+def test_there_is_no_gain_over_a_control_that_reads_everything() -> None:
+    """The share of an error of 0: no table was shown."""
+    made = line("quest")
+    made["losses"]["recent"] = made["losses"]["method"] = loss(0.0)
+    row = tables.row(made)
+    assert row.gain is None
+    assert tables.verdict(row) in ("-", "reads more")
+
+
 def test_there_is_no_way_to_an_oracle_that_is_no_better() -> None:
     made = line("quest")
     made["losses"]["oracle"] = loss(0.5)
