@@ -256,10 +256,10 @@ class Index:
         )
         return [row["file"] for row in rows]
 
-    def shared(self, digest: str, name: str) -> bool:
-        """Whether another document than that of this name has the source."""
-        query = "SELECT 1 FROM documents WHERE digest = :digest AND name != :name LIMIT 1"
-        return bool(self._rows(query, digest=digest, name=name))
+    def sharing(self, digest: str, name: str) -> list[str]:
+        """The names, besides this one, of documents with the source."""
+        query = "SELECT name FROM documents WHERE digest = :digest AND name != :name ORDER BY name"
+        return [row["name"] for row in self._rows(query, digest=digest, name=name)]
 
     def total_bytes(self) -> int:
         """Bytes of all sources and records."""

@@ -130,6 +130,22 @@ class DocumentStore:
             same = self._writer.same(name, Source.of(source), overwrite=overwrite)
             return self.info(name) if same is not None and self._writer.is_whole(same) else None
 
+    def require_blocks(self, name: str, source: str | Sequence[int], block_size: int) -> None:
+        """ConfigError if this model has the text under another name in blocks of another size.
+
+        Names with the same text share its record.
+        """
+        with self._told("read"):
+            index = self._catalogue.index
+            others = index.sharing(Source.of(source).digest, name)
+            infos = index.infos(self.model, others) if others else []
+        for other in infos:
+            if other.encoded and other.block_size != block_size:
+                raise ConfigError(
+                    f"block_size {block_size} of document {name!r} must be {other.block_size}: "
+                    f"document {other.name!r} has the same text, in blocks of that size"
+                )
+
     def add(
         self,
         name: str,

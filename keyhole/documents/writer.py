@@ -148,7 +148,7 @@ class Writer:
         leaving = {f: bytes_ for f, bytes_ in index.records(head.digest).items() if f == file}
         old = self._catalogue.find(head.name)
         replaced = old is not None and old.digest != head.digest
-        if old is not None and replaced and not index.shared(old.digest, head.name):
+        if old is not None and replaced and not index.sharing(old.digest, head.name):
             leaving |= index.records(old.digest)
         more = len(head.line()) + len(origin.body) + size
         more -= sum(leaving.values()) + index.source_bytes(head.name)
@@ -183,7 +183,7 @@ class Writer:
 
     def _drop(self, digest: str) -> None:
         """Deletes the records of a source unless a document uses it."""
-        if not self._catalogue.index.shared(digest, ""):
+        if not self._catalogue.index.sharing(digest, ""):
             self._catalogue.collect(self._catalogue.records_of(digest))
 
     def _file(self, digest: str) -> str:

@@ -101,8 +101,9 @@ def check(config: Any, name: str) -> None:
         )
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
-            f"model {name!r} ({family}) consists of several models, and transformers has "
-            "no class for its text alone that Keyhole could run"
+            f"model {name!r} ({family}) consists of several models; of one of images and text "
+            "Keyhole runs the language model, given its folder or hub id, where transformers has a "
+            "class for its text alone"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)

@@ -9,6 +9,7 @@ the logits of the whole model: nothing else of it takes part.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -32,6 +33,9 @@ _SAME_FAMILY = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+
+#: Fields of a quantisation that list modules which are not quantised.
+_EXCEPTIONS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
 
 #: Models that are not causal language models for text alone: the prompt is read in both directions.
 _NOT_CAUSAL = {"paligemma", "pi0"}
@@ -61,6 +65,8 @@ def text_part(config: Any) -> Any:
         value = getattr(config, name, None)
         if value is not None and getattr(text, name, None) is None:
             setattr(text, name, value)
+    if isinstance(getattr(text, "quantization_config", None), dict):
+        text.quantization_config = _renamed(text.quantization_config)
     # The whole model's class decides whether its head is tied.
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     return text
@@ -74,6 +80,23 @@ def announce(whole: Any, text: Any, name: str) -> None:
         whole.model_type,
         text.model_type,
     )
+
+
+def _renamed(quantization: dict[str, Any]) -> dict[str, Any]:
+    """A quantisation whose exceptions have the names that the class of the text gives them."""
+    return quantization | {
+        key: [_text_name(name) for name in quantization[key]]
+        for key in _EXCEPTIONS
+        if isinstance(quantization.get(key), list)
+    }
+
+
+def _text_name(name: str) -> str:
+    for pattern, own in TEXT_WEIGHTS.items():
+        found, count = re.subn(pattern, own, f"{name}.")
+        if count:
+            return found.removesuffix(".")
+    return name
 
 
 def _in_known_family(text: Any) -> Any:

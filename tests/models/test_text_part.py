@@ -201,3 +201,20 @@ def test_a_model_that_reads_the_prompt_in_both_directions_is_no_text_model() -> 
 @pytest.mark.slow
 def test_the_table_measures_the_language_model() -> None:
     assert measure_family("gemma3").exact
+
+
+def test_modules_that_are_not_quantised_have_the_names_of_the_text() -> None:
+    """A checkpoint with a layer in full precision was said to be damaged."""
+    text, sight, whole = MODELS["llava"]
+    config = CONFIG_MAPPING["llava"](text_config=_TEXT | text, vision_config=sight, **whole)
+    names = {
+        "model.language_model.layers.0.mlp.down_proj": "model.layers.0.mlp.down_proj",
+        "language_model.model.layers.1": "model.layers.1",
+        "language_model.lm_head": "lm_head",
+        "lm_head": "lm_head",
+        "model.vision_tower.layer": "model.vision_tower.layer",
+    }
+    config.quantization_config = {"quant_method": "compressed-tensors", "ignore": [*names]}
+    found = text_part(config).quantization_config
+    assert found == {"quant_method": "compressed-tensors", "ignore": [*names.values()]}
+    assert config.quantization_config["ignore"] == [*names]

@@ -105,6 +105,7 @@ class Documents:
             if metadata is not None:
                 self.store.describe(name, metadata)
             return self.store.info(name)
+        self.store.require_blocks(name, source, block_size)
         if metadata is not None:
             metadata_text(metadata)  # invalid metadata is refused before the work
         record = self._encode(name, source, block_size, progress)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole import LLM, SamplingParams
+from keyhole import LLM, ConfigError, SamplingParams
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import RopeShift
 from keyhole.policies import make_policy
@@ -379,3 +379,18 @@ def test_a_question_that_gave_way_goes_on_where_it_was(llms: dict[str, tuple[LLM
             gave_way += any(s.slot < 0 and s.generated and not s.is_finished for s in both)
     assert gave_way, "there was room for both"
     assert [s.generated for s in both] == [one.generated for one in wanted]
+
+
+def test_names_with_the_same_text_have_blocks_of_one_size(tmp_path: Path) -> None:
+    """They share a record: the second name encoded it anew, and questions over the first failed."""
+    llm = LLM(make_model("llama", tmp_path), device="cpu", documents=tmp_path / "store")
+    text = {"prompt_token_ids": tokens(60, 5)}
+    llm.documents.add("a", text, block_size=16)
+    with pytest.raises(ConfigError, match="block_size 8 of document 'b' must be 16: document 'a'"):
+        llm.documents.add("b", text, block_size=8)
+    assert [(info.name, info.block_size) for info in llm.documents.list()] == [("a", 16)]
+    llm.documents.add("b", text, block_size=16)
+    with pytest.raises(ConfigError, match="block_size 8 of document 'a' must be 16: document 'b'"):
+        llm.documents.add("a", text, block_size=8)
+    llm.documents.remove("b")
+    assert llm.documents.add("a", text, block_size=8).block_size == 8
