@@ -84,10 +84,7 @@ class Writer:
         metadata: str | None,
     ) -> DocumentInfo:
         """Stores a record that was validated; see `DocumentStore.add`."""
-        old = self._catalogue.find(name)
         same = self.same(name, origin, overwrite=overwrite)
-        if metadata is None:
-            metadata = "{}" if same is None else same.metadata
         head = SourceFile(
             name=name,
             digest=origin.digest,
@@ -95,8 +92,8 @@ class Writer:
             tokens=len(record.token_ids),
             block_size=record.block_size,
             created=same.created if same is not None else time.time(),
-            pinned=pinned or (old is not None and old.pinned),
-            metadata=metadata,
+            pinned=pinned,
+            metadata="{}" if metadata is None else metadata,
         )
         pieces = serialise(
             record,
@@ -112,18 +109,32 @@ class Writer:
         staged = self._catalogue.place.stage(path, pieces)
         try:
             with self._catalogue.locked():
-                self._commit(head, origin, staged, size, overwrite)
+                self._commit(head, origin, staged, size, overwrite, keep=metadata is None)
                 return self._catalogue.index.infos(self._model, [name])[0]
         finally:
             staged.discard()
 
     def _commit(
-        self, head: SourceFile, origin: Source, staged: Staged, size: int, overwrite: bool
+        self,
+        head: SourceFile,
+        origin: Source,
+        staged: Staged,
+        size: int,
+        overwrite: bool,
+        *,
+        keep: bool,
     ) -> None:
+        """Makes what was staged the document. keep: the metadata that the text has now."""
         catalogue, file = self._catalogue, self._file(head.digest)
         # Checked again, because another process may have been faster.
         old = catalogue.find(head.name)
         same = self.same(head.name, origin, overwrite=overwrite)
+        # Pinned or described, perhaps, while the record was written.
+        head = dataclasses.replace(
+            head,
+            pinned=head.pinned or (old is not None and old.pinned),
+            metadata=same.metadata if keep and same is not None else head.metadata,
+        )
         self._require_room(head, origin, size)
         staged.commit()
         given = (head.pinned, head.metadata)

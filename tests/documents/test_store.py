@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +221,28 @@ def test_fingerprints_that_cannot_be(tmp_path: Path, fingerprint: dict[str, str]
 def test_limits_that_cannot_be(tmp_path: Path, limit: int) -> None:
     with pytest.raises(ConfigError, match="limit_bytes"):
         DocumentStore(tmp_path, MODEL, limit_bytes=limit)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_another_process_says_of_a_document_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """The pin and the metadata of before were written back."""
+    one, two = DocumentStore(tmp_path, MODEL), DocumentStore(tmp_path, MODEL)
+    one.add("x", "text", make_record(n=64))
+    if not overwrite:
+        (record,) = (tmp_path / "records").iterdir()
+        record.unlink()
+    place = one._catalogue.place
+    stage = place.stage
+
+    def meanwhile(path: str, pieces: Any) -> Any:
+        if path.startswith("records/"):
+            two.pin("x")
+            two.describe("x", {"k": 1})
+        return stage(path, pieces)
+
+    monkeypatch.setattr(place, "stage", meanwhile)
+    info = one.add("x", "text", make_record(n=64), overwrite=overwrite)
+    assert (info.pinned, info.metadata) == (True, {"k": 1})
+    assert (one.info("x").pinned, one.info("x").metadata) == (True, {"k": 1})
