@@ -146,3 +146,23 @@ def test_running_out_of_memory_says_what_helps_and_loses_nothing(
     monkeypatch.undo()
     llm.engine.check_integrity()
     assert llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids == wanted
+
+
+def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(checkpoint: Path) -> None:
+    """It finds the pages that it filled itself before; nothing of it was known when it came."""
+    one, two = list(range(3, 53)), list(range(90, 40, -1))
+    page = engine(checkpoint, None, memory="8MiB").cache.page_bytes
+    small = engine(checkpoint, None, memory=20 * page)
+    schedule, gave_way = small.scheduler.schedule, []
+
+    def watched() -> object:
+        plan = schedule()
+        gave_way.extend(plan.preempted)
+        return plan
+
+    small.scheduler.schedule = watched  # type: ignore[assignment]
+    requests = [small.add(prompt, PARAMS) for prompt in (one, two)]
+    while small.has_work:
+        small.step()
+    assert gave_way
+    assert [request.stats().cached_prompt_tokens for request in requests] == [0, 0]
