@@ -38,7 +38,7 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
     adapted = _adapted(network, adapter, base)
     try:
         return adapted.merge_and_unload()
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"the adapter {str(adapter)!r} cannot be merged into the weights: {one_line(error)}; "
             "merge it with the program that made it, and give the folder of the result"
