@@ -159,7 +159,8 @@ def tile_scores(
     queries, numbers: from `load_queries`. keys: pointers to rows, of which those that are `known`
     are read.
     """
-    (q1, q2), (d1, d2) = queries, numbers
+    q1, q2 = queries
+    d1, d2 = numbers
     k1 = tl.load(keys[:, None] + d1[None], mask=known[:, None] & (d1 < D)[None], other=0)
     if CODE > 0:
         k1 = widened(k1, CODE).to(q1.dtype)
