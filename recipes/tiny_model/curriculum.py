@@ -131,14 +131,14 @@ SCRATCH = (
     Stage(
         until=float("inf"),
         batch=6144,
-        lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1.5},
+        lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1.5, 8192: 0.3},
         mix={
             "questions": 1.2,
-            "direct": 0.4,
+            "direct": 0.5,
             "walk": 0.4,
             "walk2": 1.5,
-            "walk3": 0.3,
-            "derive": 2.2,
+            "walk3": 1.2,
+            "derive": 2,
         },
         reach=15000,
     ),
@@ -171,7 +171,7 @@ class TrainingBatch:
         )
 
 
-def stage_at(stages: Sequence[Stage], tokens: int) -> Stage:
+def stage_at(stages: Sequence[Stage], tokens: float) -> Stage:
     """Return the stage in which the token number `tokens` is seen."""
     return next(stage for stage in stages if tokens < stage.until)
 
@@ -281,6 +281,8 @@ class FeedRows(Dataset[TrainingBatch]):
     num_ranks: int
     batch_scale: float
     curriculum: str = "single"
+    stretch: float = 1
+    """Factor on the tokens of every stage."""
 
     def __getitem__(self, place: _Place) -> TrainingBatch:
         """Return the batch of a step."""
@@ -301,5 +303,5 @@ class FeedRows(Dataset[TrainingBatch]):
             step += 1
 
     def _stage(self, tokens: int) -> Stage:
-        stage = stage_at(CURRICULA[self.curriculum], tokens)
+        stage = stage_at(CURRICULA[self.curriculum], tokens / self.stretch)
         return replace(stage, batch=round(stage.batch * self.batch_scale))

@@ -153,6 +153,12 @@ def main() -> None:
         help="with --start: layers, one after the other, of which copies are inserted behind them",
     )
     parser.add_argument("--curriculum", choices=CURRICULA, default="single")
+    parser.add_argument(
+        "--stretch",
+        type=float,
+        default=1,
+        help="multiply the tokens of every stage of the curriculum, as for larger batches",
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
         "--match-layers",

@@ -85,6 +85,7 @@ def save_snapshot(
     schedule: Schedule,
     rope_theta: float,
     curriculum: str,
+    stretch: float,
 ) -> None:
     """Write everything that the next step depends on."""
     new = folder / f"{SNAPSHOT_FILE}.new"
@@ -98,6 +99,7 @@ def save_snapshot(
             "schedule": asdict(schedule),
             "rope_theta": rope_theta,
             "curriculum": curriculum,
+            "stretch": stretch,
         },
         new,
     )
@@ -138,6 +140,7 @@ class TrainerSettings:
     start: Path | None = None
     repeat_layers: Sequence[int] = ()
     curriculum: str = "single"
+    stretch: float = 1
     layers: int = 6
     match_layers: Sequence[int] = MATCH_LAYERS
     seed: int = 0
@@ -156,12 +159,12 @@ class Trainer:
         if settings.resume:
             state = load_snapshot(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
-            self.curriculum = state["curriculum"]
+            self.curriculum, self.stretch = state["curriculum"], state["stretch"]
             start = state["weights"]
             self.config = config_of(state)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
-            self.curriculum = settings.curriculum
+            self.curriculum, self.stretch = settings.curriculum, settings.stretch
             if settings.start is None:
                 self.config = llama_config(settings.layers)
                 start = initial_weights(self.config, self.seed, settings.match_layers)
@@ -193,6 +196,7 @@ class Trainer:
             num_ranks=self.ranks.count,
             batch_scale=self.settings.batch_scale,
             curriculum=self.curriculum,
+            stretch=self.stretch,
         )
         return rows.from_step(self.step, self.tokens, self.settings.workers)
 
@@ -249,4 +253,5 @@ class Trainer:
                 schedule=self.schedule,
                 rope_theta=self.config.rope_parameters["rope_theta"],
                 curriculum=self.curriculum,
+                stretch=self.stretch,
             )

@@ -25,6 +25,7 @@ def test_the_exported_folder_is_a_standard_model_with_the_same_logits(tmp_path):
         schedule=planned(1),
         rope_theta=1e5,
         curriculum="single",
+        stretch=1,
     )
     out = tmp_path / "model"
     export(tmp_path, out)
