@@ -51,7 +51,8 @@ def tokens(count: int) -> list[int]:
 def small(name: str) -> Policy:
     cls = keyhole.available_policies()[name]
     has_budget = "token_budget" in cls.__dataclass_fields__
-    return make_policy(name, {"token_budget": 5 * PAGE} if has_budget else {})
+    more = {"generated_in_budget": True} if name == "snapkv" else {}  # else every step has a shape
+    return make_policy(name, {"token_budget": 5 * PAGE, **more} if has_budget else {})
 
 
 def served(

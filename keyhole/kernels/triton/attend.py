@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,8 +32,6 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 _MOST_SPLITS = 128
 #: The fewest tokens that justify a program.
 _LEAST_TOKENS = 128
-#: Programs per multiprocessor, so that one computes while another loads.
-_PROGRAMS = 2
 #: Shared memory for 64 heads and two blocks of 32 tokens of MLA: an A100 and later have more,
 #: consumer GPUs less.
 _LARGE = 150_000
@@ -43,13 +42,31 @@ class Split:
     """How `num_rows` sequences are split.
 
     rows: query heads of a group in one program, padded. blocks: programs per group. splits: splits
-    of the tokens. tokens: tokens loaded at a time.
+    of the tokens. tokens: tokens loaded at a time. stages: loads in flight.
     """
 
     rows: int
     blocks: int
     splits: int
     tokens: int
+    stages: int
+
+
+class Launch(NamedTuple):
+    """Tokens at a time, loads in flight, and programs per multiprocessor at most."""
+
+    tokens: int
+    stages: int
+    programs: int
+
+
+#: By the bytes of a head up to which they count, and whether a selection lists the tokens.
+_LAUNCHES = {
+    (128, False): Launch(64, 2, 2),
+    (128, True): Launch(128, 2, 2),
+    (256, False): Launch(64, 2, 2),
+    (256, True): Launch(128, 2, 2),
+}
 
 
 def split(query: Tensor, num_kv_heads: int, tokens: int, *, listed: bool = False) -> Split:
@@ -65,12 +82,15 @@ def split(query: Tensor, num_kv_heads: int, tokens: int, *, listed: bool = False
     rows = min(_LEAST_ROWS if small else _MOST_ROWS, triton.next_power_of_2(group))
     rows = max(_LEAST_ROWS, rows)
     blocks = -(-group // rows)
-    wanted = -(-_PROGRAMS * _multiprocessors(device) // (num_rows * num_kv_heads * blocks))
+    launch = Launch(16 if small and size > 1024 else 32, 2, 2)
+    if size <= 256:
+        launch = Launch(64, 2, 2)
+        if rows == _LEAST_ROWS and _shared_memory(device) >= _LARGE:
+            launch = _LAUNCHES[128 if size <= 128 else 256, listed]
+    programs = launch.programs * _multiprocessors(device)
+    wanted = -(-programs // (num_rows * num_kv_heads * blocks))
     splits = max(1, min(wanted, -(-tokens // _LEAST_TOKENS), _MOST_SPLITS))
-    at_a_time = 64 if size <= 256 else 16 if small and size > 1024 else 32
-    if listed and size <= 256 and rows == _LEAST_ROWS and _shared_memory(device) >= _LARGE:
-        at_a_time = 128  # listed tokens need a lookup first: more loads must be in flight
-    return Split(rows, blocks, splits, at_a_time)
+    return Split(rows, blocks, splits, launch.tokens, launch.stages)
 
 
 @functools.cache
@@ -433,7 +453,7 @@ def parts_of(
         BLOCKS=cut.blocks,
         TOKENS=cut.tokens,
         num_warps=8 if value_dim > 128 else 4,
-        num_stages=2,
+        num_stages=cut.stages,
         **overlap.options(),
     )
     return mixed, largest, total

@@ -161,8 +161,9 @@ def bound_scores(query: Tensor, low: Tensor, high: Tensor, page_table: Tensor) -
     return out
 
 
-#: Entries per program: a row of 131,072 has 64.
-_ENTRIES = 2048
+#: Entries per program: a row of 131,072 has 64. A row of up to `_ONE_BLOCK` has one: one launch
+#: instead of seven.
+_ENTRIES, _ONE_BLOCK = 2048, 8192
 #: Four digits of 8 bits: fewer and longer ones have histograms that no longer fit in registers.
 _PASSES, _BINS = 4, 256
 
@@ -234,6 +235,22 @@ def _tally(
 
 
 @triton.jit
+def _put(order, known, entry, digits, wanted, above, equal, indices, chosen, k):
+    """Writes what is above `digits`, and the first `wanted` equal ones, to a row of `indices`.
+
+    above, equal: those in the blocks before. The padding of -1 follows after `chosen` entries.
+    """
+    same = (known & (order == digits)).to(tl.int32)
+    among_same = equal + tl.cumsum(same, 0) - same
+    taken = known & ((order > digits) | ((same > 0) & (among_same < wanted)))
+    number = taken.to(tl.int32)
+    place = above + tl.minimum(equal, wanted) + tl.cumsum(number, 0) - number
+    tl.store(indices + place, entry, mask=taken)
+    place = chosen + entry
+    tl.store(indices + place, tl.zeros_like(entry) - 1, mask=place < k)
+
+
+@triton.jit
 def _write(
     scores,
     valid,
@@ -262,19 +279,45 @@ def _write(
     entry = block * ENTRIES + tl.arange(0, ENTRIES)
     order = _order(scores, row, entry, count, num_entries, first, last)
     known = entry < count
-    same = (known & (order == digits)).to(tl.int32)
-    among_same = equal + tl.cumsum(same, 0) - same
-    taken = known & ((order > digits) | ((same > 0) & (among_same < wanted)))
-    number = taken.to(tl.int32)
-    place = above + tl.minimum(equal, wanted) + tl.cumsum(number, 0) - number
     indices += row.to(tl.int64) * k
-    tl.store(indices + place, entry, mask=taken)
-
-    chosen = tl.minimum(count, k)
-    place = chosen + entry
-    tl.store(indices + place, tl.full([ENTRIES], -1, tl.int32), mask=place < k)
+    _put(order, known, entry, digits, wanted, above, equal, indices, tl.minimum(count, k), k)
     if block == 0:
-        tl.store(counts + row, chosen)
+        tl.store(counts + row, tl.minimum(count, k))
+
+
+@triton.jit
+def _choose(
+    scores,
+    valid,
+    indices,
+    counts,
+    num_entries,
+    k,
+    first,
+    last,
+    LISTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """The selected entries of a row of one block, in one launch: `_tally` and `_write`."""
+    row = tl.program_id(0)
+    count = tl.load(valid + row // LISTS).to(tl.int32)
+    entry = tl.arange(0, ENTRIES)
+    order = _order(scores, row, entry, count, num_entries, first, last)
+    known = entry < count
+    among, bins = known, tl.arange(0, BINS)
+    digits, wanted = tl.zeros([], tl.uint32), tl.minimum(count, k)
+    for number in tl.static_range(4):
+        digit = ((order >> (24 - 8 * number)) & 0xFF).to(tl.int32)
+        tally = tl.histogram(digit, BINS, mask=among)
+        from_here_on = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
+        mine = tl.sum((from_here_on >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(bins > mine, tally, 0), 0)
+        digits = (digits << 8) | mine.to(tl.uint32)
+        among = among & (digit == mine)
+    indices += row.to(tl.int64) * k
+    _put(order, known, entry, digits, wanted, 0, 0, indices, tl.minimum(count, k), k)
+    tl.store(counts + row, tl.minimum(count, k))
 
 
 def top_k(
@@ -284,8 +327,27 @@ def top_k(
     scores, valid = scores.contiguous(), valid.contiguous()
     num_rows, lists, num_entries = scores.shape
     rows = num_rows * lists
-    blocks = -(-max(num_entries, k) // _ENTRIES)
     new = partial(torch.empty, dtype=torch.int32, device=scores.device)
+    entries = max(num_entries, k)
+    if entries <= _ONE_BLOCK:
+        entries = max(_ENTRIES, triton.next_power_of_2(entries))
+        indices, counts = new(num_rows, lists, k), new(num_rows, lists)
+        _choose[(rows,)](
+            scores,
+            valid,
+            indices,
+            counts,
+            num_entries,
+            k,
+            first,
+            last,
+            LISTS=lists,
+            BINS=_BINS,
+            ENTRIES=entries,
+            num_warps=4 * entries // _ENTRIES,
+        )
+        return Selection(indices, counts, unit)
+    blocks = -(-entries // _ENTRIES)
     tallies = new(rows, _PASSES, _BINS).zero_()
     found, in_blocks = new(rows, _PASSES, 2), new(rows, blocks, 2)
     indices, counts = new(num_rows, lists, k), new(num_rows, lists)

@@ -25,7 +25,8 @@ MOST_TOKENS = 4
 #: Numbers that a thread loads at once: 16 bytes of 16-bit weights. A row of them per pass: then
 #: the input is distributed over threads as the weights are, without a copy in shared memory.
 _LOADED = 8
-#: Columns that a program multiplies at a time, the first that divides the width.
+#: Columns that a program multiplies at a time, the first that divides the width. A narrow input
+#: is one pass: then a program has read all of its weights before it waits for the kernel before.
 _COLUMNS = 1024, 512, 256
 #: Rows of a program at most, and sums of a thread: registers.
 _MOST_ROWS, _SUMS = 4, 64

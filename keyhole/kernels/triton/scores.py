@@ -15,8 +15,8 @@ from torch import Tensor
 from keyhole.kernels.selection import PagedQuery, ScoreRequest
 from keyhole.kernels.triton.attend import joined, parts_of, split
 
-#: Tokens of a block; its program loops over all heads of a list.
-_TOKENS = 512
+#: Tokens of a block, and heads at a time: a program loops over all heads of a list.
+_TOKENS, _HEADS = 512, 8
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def _weights(
     SUM: tl.constexpr,
     SINKS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     TOKENS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -48,26 +49,31 @@ def _weights(
     known = i < tl.load(lengths + sequence)
     s = tl.arange(0, SPLITS_PADDED)
     reduced = tl.zeros([TOKENS], tl.float32)
-    for offset in range(heads):
-        head = member * heads + offset
+    for offset in range(0, heads, AT_ONCE):
+        place = offset + tl.arange(0, AT_ONCE)
+        head, is_head = member * heads + place, place < heads
         row = sequence * QUERY_HEADS + head
-        high = tl.load(largest + row * splits + s, mask=s < splits, other=float("-inf"))
-        weight = tl.load(total + row * splits + s, mask=s < splits, other=0.0)
-        highest = tl.max(high, 0)
+        at, there = row[:, None] * splits + s[None], is_head[:, None] & (s < splits)[None]
+        high = tl.load(largest + at, mask=there, other=float("-inf"))
+        weight = tl.load(total + at, mask=there, other=0.0)
+        highest = tl.max(high, 1)
         if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+            sink *= 1.4426950408889634
             highest = tl.maximum(highest, sink)
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        whole = tl.sum(weight * tl.exp2(high - base), 0)
+        whole = tl.sum(weight * tl.exp2(high - base[:, None]), 1)
         if SINKS:
             whole += tl.exp2(sink - base)
         whole = tl.where(whole == 0.0, 1.0, whole)
-        score = tl.load(scores + row * num_tokens + i, mask=known, other=float("-inf"))
-        share = tl.exp2(score - base) / whole
+        at, there = row[:, None] * num_tokens + i[None], is_head[:, None] & known[None]
+        score = tl.load(scores + at, mask=there, other=float("-inf"))
+        share = tl.exp2(score - base[:, None]) / whole[:, None]
         if SUM:
-            reduced += share
+            reduced += tl.sum(share, 0)
         else:  # NaN propagates
-            reduced = tl.where((share > reduced) | (share != share), share, reduced)
+            broken = (reduced != reduced) | (tl.max((share != share).to(tl.int32), 0) > 0)
+            reduced = tl.where(broken, float("nan"), tl.maximum(reduced, tl.max(share, 0)))
     if UNIT > 1:
         reduced = tl.sum(tl.reshape(reduced, (TOKENS // UNIT, UNIT)), 1)
         i = tl.program_id(1) * (TOKENS // UNIT) + tl.arange(0, TOKENS // UNIT)
@@ -104,6 +110,7 @@ def _reduced(
         SUM=reduce == "sum",
         SINKS=sinks is not None,
         SPLITS_PADDED=triton.next_power_of_2(splits),
+        AT_ONCE=min(_HEADS, triton.next_power_of_2(num_heads // lists)),
         TOKENS=tokens,
         UNIT=unit,
     )
