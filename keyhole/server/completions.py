@@ -237,11 +237,12 @@ async def _events(
     usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events; stack: closed with the stream."""
+    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
     results: dict[int, Result] = {}
     begun: set[int] = set()
     reads: dict[int, AnswerReads] = {}
     with stack:
-        async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
+        async with aclosing(_until(deadline, merged(streams))) as pieces:
             async for index, piece in pieces:
                 # Until the first piece, which shows that all can be served, errors have a status.
                 for event in [] if begun else answer.begin():
@@ -279,6 +280,21 @@ async def _after(
             if found.status >= 500:
                 logger.exception("a stream failed")
             yield answer.frame(answer.failed(found))
+
+
+async def _until(
+    deadline: float | None, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces until a time of the event loop; then TimeoutError."""
+    async with aclosing(pieces):
+        while True:
+            # A timeout cancels the task that entered it. Across a `yield` that may be a task which
+            # no longer reads, so each wait has its own.
+            async with asyncio.timeout_at(deadline):
+                found = await anext(pieces, None)
+            if found is None:
+                return
+            yield found
 
 
 async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:

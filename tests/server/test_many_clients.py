@@ -160,9 +160,11 @@ def test_a_request_may_have_a_deadline_of_its_own(address: str, llm: LLM) -> Non
     at_rest(llm)
 
 
-def test_a_deadline_ends_a_stream_with_an_error(address: str, llm: LLM) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_deadline_ends_a_stream_with_an_error(address: str, llm: LLM, count: int) -> None:
+    """A stream of two completions was cut off, without a word."""
     place = f"{address}/v1/completions"
-    late = {"max_tokens": 400, "keyhole": {"timeout": 0.5}}
+    late = {"max_tokens": 400, "n": count, "keyhole": {"timeout": 0.5}}
     with llm.engine.lock:  # no step runs meanwhile: what has not begun has a status
         assert httpx2.post(place, json=body(stream=True, **late)).status_code == 504
     at_rest(llm)
