@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -32,6 +32,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: The client has disconnected and does not read this.
 _GONE = 499
 
+_Any = TypeVar("_Any")
 _Stream = AsyncGenerator[Piece, None]
 #: The passages that a finished prompt used of its documents.
 _UsedPassages = Callable[[Result], list[dict[str, Any]]]
@@ -173,11 +174,15 @@ async def respond(
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
             work = functools.partial(_whole, state, answer, streams, used_passages, limit)
-            return await _unless_gone(request, work)
+            answered = await _unless_gone(request, work)
+            return Response(status_code=_GONE) if answered is None else answered
         usage = body.stream_options is not None and body.stream_options.include_usage
         events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
         # A request that can never be served gets its own status.
-        first = await anext(events)
+        first = await _unless_gone(request, functools.partial(anext, events))
+    if first is None:
+        await events.aclose()
+        return Response(status_code=_GONE)
     return StreamingResponse(
         _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
     )
@@ -209,12 +214,12 @@ async def _whole(
     return JSONResponse(body)
 
 
-async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """The result of `work`, which is cancelled when the client disconnects."""
+async def _unless_gone(request: Request, work: Callable[[], Awaitable[_Any]]) -> _Any | None:
+    """The result of `work`; None if the client disconnects first, which cancels it."""
     task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else Response(status_code=_GONE)
+        return task.result() if task.done() else None
     finally:
         for one in (task, gone):
             one.cancel()
