@@ -208,6 +208,28 @@ def test_no_more_wait_than_the_limit(llm: LLM, brake: Brake) -> None:
     assert queue.get("w0") is None
 
 
+def test_one_that_is_removed_while_it_is_queued_waits_for_no_other(llm: LLM, brake: Brake) -> None:
+    """Its removal waited for all documents before it, and held a thread that requests need."""
+    queue = DocumentQueue(llm.documents, 8, lambda _: None)
+    jobs = [Job(name=name, text=LONG, overwrite=True, pinned=False) for name in ("a", "b", "c")]
+    for job in jobs:
+        queue.add(job)
+    assert brake.reached.wait(60)
+    cancelled: list[bool] = []
+    remover = threading.Thread(target=lambda: cancelled.append(queue.cancel("b")), daemon=True)
+    remover.start()
+    remover.join(10)
+    assert cancelled == [True]
+    assert queue.get("b") is None
+    with pytest.raises(ApiError, match="'b' was removed"):
+        jobs[1].result.result(0)
+    brake.go_on.set()
+    for job in (jobs[0], jobs[2]):
+        assert job.result.result(60).name == job.name
+        llm.documents.remove(job.name)
+    assert not queue.cancel("b")
+
+
 def test_metadata_is_kept_and_replaced(address: str) -> None:
     place = f"{address}/v1/documents"
     for metadata in ({"by": "Ann", "pages": [1, 2]}, {"by": "Bob"}):

@@ -32,7 +32,7 @@ class Job:
     status: str = "queued"
     done: int = 0
     tokens: int | None = None
-    is_cancelled: bool = False
+    cancelled_by: ApiError | None = None
     result: Future[DocumentInfo] = field(default_factory=Future)
 
     @property
@@ -43,10 +43,8 @@ class Job:
     def report(self, done: int, tokens: int) -> None:
         """Called during encoding; raises the error that stops it."""
         self.done, self.tokens = done, tokens
-        if self.is_cancelled:
-            raise ApiError(
-                409, f"document {self.name!r} was removed before it was ready", param="name"
-            )
+        if self.cancelled_by is not None:
+            raise self.cancelled_by
 
 
 class DocumentQueue:
@@ -97,16 +95,28 @@ class DocumentQueue:
 
     def cancel(self, name: str) -> bool:
         """Cancels the jobs of this name and waits for that; forgets a failure. True if any."""
+        removed = ApiError(409, f"document {name!r} was removed before it was ready", param="name")
+        was_queued = self._cancel(lambda job: job.name == name, removed)
         with self._guard:
-            ended = [job for job in self._jobs if job.name == name]
+            was_failed = self._failed.pop(name, None) is not None
+        return was_queued or was_failed
+
+    def _cancel(self, ends: Callable[[Job], bool], error: ApiError) -> bool:
+        """Ends these jobs with an error; waits, for a chunk, if one is being encoded."""
+        with self._guard:
+            ended = [job for job in self._jobs if ends(job)]
+            encoding = ended[0] if ended and ended[0] is self._jobs[0] else None
             for job in ended:
-                job.is_cancelled = True
-            failed = self._failed.pop(name, None)
+                job.cancelled_by = error
+                if job is not encoding:
+                    self._jobs.remove(job)
+                    job.status = "failed"
         for job in ended:
-            job.result.exception()  # within a chunk
-        with self._guard:
-            self._failed.pop(name, None)
-        return bool(ended) or failed is not None
+            if job is not encoding:
+                job.result.set_exception(error)
+        if encoding is not None:
+            encoding.result.exception()
+        return bool(ended)
 
     def _run(self) -> None:
         while True:
@@ -149,7 +159,7 @@ class DocumentQueue:
         with self._guard:
             self._jobs.popleft()
             job.status = "failed"
-            if not job.is_cancelled:
+            if job.cancelled_by is None:
                 self._failed[job.name] = job
                 while len(self._failed) > _MOST_FAILED:
                     del self._failed[next(iter(self._failed))]
