@@ -160,6 +160,20 @@ def test_a_failure_has_a_reason_and_the_next_job_clears_it(address: str, llm: LL
     assert httpx2.delete(f"{place}/f").status_code == 200
 
 
+def test_a_stored_document_stays_ready_if_another_text_is_refused(address: str) -> None:
+    """It was shown as failed, though it could be asked as before."""
+    place = f"{address}/v1/documents"
+    assert httpx2.put(f"{place}/kept", content=b"the first").status_code == 201
+    body = {"text": "the second", "overwrite": False}
+    assert httpx2.put(f"{place}/kept", json=body).status_code == 400
+    found = state(place, "kept")
+    assert (found["status"], found["progress"], found["tokens"]) == ("ready", 1.0, 9)
+    assert "overwrite" in found["error"]
+    listed = {one["id"]: one["status"] for one in httpx2.get(place).json()["data"]}
+    assert listed["kept"] == "ready"
+    assert httpx2.delete(f"{place}/kept").status_code == 200
+
+
 def test_a_full_disk_is_507_and_the_rest_goes_on(
     address: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

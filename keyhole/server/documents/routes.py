@@ -182,6 +182,8 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
         error = None if failed is None else str(failed)
     elif info is not None and not info.encoded:
         status, progress, error = "failed", 0.0, _NOT_ENCODED
+    if status == "failed" and info is not None and info.encoded:
+        status, progress = "ready", 1.0  # the document stored before; `error` tells of the new text
     state = {"status": status, "progress": progress, "error": error}
     return {"id": name, "object": "document", **state, **fields}
 
