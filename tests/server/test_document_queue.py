@@ -244,6 +244,28 @@ def test_one_that_is_removed_while_it_is_queued_waits_for_no_other(llm: LLM, bra
     assert not queue.cancel("b")
 
 
+def test_a_closed_queue_encodes_nothing(llm: LLM, brake: Brake) -> None:
+    queue = DocumentQueue(llm.documents, 8, lambda _: None)
+    jobs = [Job(name=name, text=LONG, overwrite=True, pinned=False) for name in ("a", "b", "c")]
+    for job in jobs[:2]:
+        queue.add(job)
+    assert brake.reached.wait(60)
+    closer = threading.Thread(target=queue.close)
+    closer.start()
+    assert isinstance(jobs[1].result.exception(60), ApiError)  # closed, with one to wait for
+    with pytest.raises(ApiError, match="is stopping"):
+        queue.add(jobs[2])
+    assert closer.is_alive()
+    brake.go_on.set()
+    closer.join(60)
+    for job in jobs[:2]:
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            job.result.result(0)
+        assert caught.value.status == 503
+    assert not queue.jobs()
+    assert not llm.documents.list()
+
+
 def test_metadata_is_kept_and_replaced(address: str) -> None:
     place = f"{address}/v1/documents"
     for metadata in ({"by": "Ann", "pages": [1, 2]}, {"by": "Bob"}):

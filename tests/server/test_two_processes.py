@@ -188,6 +188,37 @@ def test_documents_are_encoded_there_and_read_here(llm: LLM) -> None:
     asyncio.run(main())
 
 
+def test_the_engines_side_ends_after_its_last_document(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ended while a thread encoded one, which aborted it."""
+    reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(name: str, text: str, *, progress: Any) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        try:
+            progress(0, 1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(llm.documents, "add", slow)
+    here, there = socket.socketpair()
+    engine = EngineServer(llm, there, interval=0.05)
+    engine._add(1, {"name": "late", "text": "x"})
+    assert reached.wait(60)
+    here.close()
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert ended.is_set()
+    assert not engine._encoding
+    there.close()
+
+
 def test_an_error_made_of_other_arguments_can_be_copied() -> None:
     error = UnknownNameError("policy", "delte", ["delta"])
     assert str(copy.copy(error)) == str(error)

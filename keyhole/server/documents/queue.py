@@ -12,7 +12,7 @@ from typing import Any
 
 from keyhole.documents.store import DocumentInfo
 from keyhole.engine.documents.library import Documents
-from keyhole.server.errors import ApiError, api_error
+from keyhole.server.errors import ApiError, api_error, draining
 
 logger = logging.getLogger("keyhole.server")
 
@@ -63,10 +63,13 @@ class DocumentQueue:
         self._jobs: deque[Job] = deque()  # the first one is being encoded
         self._failed: dict[str, Job] = {}
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def add(self, job: Job) -> None:
-        """Adds a job; ApiError 429 if too many wait."""
+        """Adds a job; ApiError 429 if too many wait, 503 once closed."""
         with self._guard:
+            if self._is_closed:
+                raise draining()
             if len(self._jobs) > self._limit:
                 raise ApiError(
                     429,
@@ -100,6 +103,12 @@ class DocumentQueue:
         with self._guard:
             was_failed = self._failed.pop(name, None) is not None
         return was_queued or was_failed
+
+    def close(self) -> None:
+        """Cancels all jobs and waits for that; takes no more."""
+        with self._guard:
+            self._is_closed = True
+        self._cancel(lambda _: True, draining())
 
     def _cancel(self, ends: Callable[[Job], bool], error: ApiError) -> bool:
         """Ends these jobs with an error; waits, for a chunk, if one is being encoded."""
