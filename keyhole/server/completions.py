@@ -44,7 +44,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.messages)
     body.check_others()
-    state.check_count(body.n)
+    state.check_count(body.completions)
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
     if body.documents is not None:
         return await _chat_over_documents(body, body.documents, request)
@@ -57,7 +57,9 @@ async def chat(body: ChatBody, request: Request) -> Response:
     prompt = {"prompt_token_ids": ready.token_ids}
     streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
     replies = [ready.reply() for _ in streams]
-    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
+    answer = Answer(
+        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
+    )
     return await respond(answer, body, request, streams)
 
 
@@ -70,7 +72,7 @@ async def _chat_over_documents(
     question, reuse = _question(body.messages), _reuse(body.reuse)
     names = await _names(state, documents, question)
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
-    replies = [reply_to_question(state.tokenizer, question) for _ in range(body.n)]
+    replies = [reply_to_question(state.tokenizer, question) for _ in range(body.completions)]
     grammar = None if rule is None else grammar_of(rule)
     params = body.chat_sampling(grammar, state.adapter(body.model))
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
@@ -81,7 +83,9 @@ async def _chat_over_documents(
         for one in params.each()
     ]
     used_passages = functools.partial(_used_passages, state, names, passages=body.passages)
-    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
+    answer = Answer(
+        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
+    )
     return await respond(answer, body, request, streams, used_passages)
 
 
@@ -91,7 +95,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.prompt)
     body.check_others()
-    state.check_count(body.n * len(body.prompts))
+    state.check_count(body.completions * len(body.prompts))
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
     grammar = None if rule is None else grammar_of(rule)
     params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
@@ -101,7 +105,9 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         for prompt in body.prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
-    answer = Answer("text_completion", body.model or state.name, state.tokenizer, n=body.n)
+    answer = Answer(
+        "text_completion", body.model or state.name, state.tokenizer, n=body.completions
+    )
     return await respond(answer, body, request, streams)
 
 
@@ -176,7 +182,7 @@ async def respond(
             work = functools.partial(_whole, state, answer, streams, used_passages, limit)
             answered = await _unless_gone(request, work)
             return Response(status_code=_GONE) if answered is None else answered
-        usage = body.stream_options is not None and body.stream_options.include_usage
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
         # A request that can never be served gets its own status.
         first = await _unless_gone(request, functools.partial(anext, events))

@@ -27,7 +27,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
-    n: int = Field(1, ge=1, le=1)
+    n: int | None = Field(1, ge=1, le=1)
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
