@@ -88,6 +88,19 @@ def test_prompts_of_wrong_tokens_are_errors(address: str, prompt: Any) -> None:
     assert _is_served_or_told(httpx2.post(f"{address}/v1/completions", json=body))
 
 
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"])
+@pytest.mark.parametrize("field", ["metadata", "reasoning", "text"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_not_begun_that_could_not_be_sent(
+    address: str, stream: bool, field: str, value: Any
+) -> None:
+    """The fields are sent back: after the whole generation, that was status 500."""
+    body = {"input": "abc", "max_output_tokens": 2, "stream": stream, field: {"any": value}}
+    answer = httpx2.post(f"{address}/v1/responses", content=json.dumps(body), headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
 @pytest.mark.parametrize(
     ("place", "field", "part"),
     [
