@@ -215,7 +215,7 @@ class EngineServer:
         self._encoding: dict[int, threading.Thread] = {}
 
     def run(self) -> None:
-        """Handles messages; in the end, no document is being encoded."""
+        """Handles messages; in the end, nothing runs or is being encoded."""
         takers: dict[str, Callable[..., None]] = {
             "start": self._steps.start,
             "leave": self._steps.leave,
@@ -229,6 +229,7 @@ class EngineServer:
                     kind, *rest = pickle.loads(messages.read(_LENGTH.unpack(size)[0]))
                     takers[kind](*rest)
         finally:
+            self._steps.close()
             self._end_encoding()
 
     def drain(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from keyhole import LLM, ConfigError, KeyholeError, RequestError, SamplingParams
 from keyhole.errors import StorageFullError, UnknownNameError
 from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
+from keyhole.step_thread import Submission
 from tests.checkpoints import make_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -216,6 +217,19 @@ def test_the_engines_side_ends_after_its_last_document(
     thread.join(60)
     assert ended.is_set()
     assert not engine._encoding
+    there.close()
+
+
+def test_the_engines_side_ends_with_its_last_step(llm: LLM) -> None:
+    """As above, with requests that run after the drain timeout."""
+    here, there = socket.socketpair()
+    engine = EngineServer(llm, there, interval=0.05)
+    arguments = {"prompt": "abc", "params": LONG}
+    engine._steps.start(1, Submission(method="submit", arguments=arguments))
+    here.close()
+    engine.run()
+    assert engine._steps.is_idle
+    assert not llm.engine.has_work
     there.close()
 
 
