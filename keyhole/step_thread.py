@@ -183,6 +183,15 @@ class StepThread:
             if request is not None:
                 request.is_left = True
 
+    def close(self) -> None:
+        """Frees all requests and waits for the step that runs."""
+        with self._guard:
+            for request in self._known.values():
+                request.is_left = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def _run(self) -> None:
         running: list[_Request] = []
         while True:

@@ -73,7 +73,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream has besides its pieces."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class KeyholeBody(BaseModel):
@@ -92,7 +92,8 @@ class KeyholeBody(BaseModel):
 
 
 class SamplingBody(Body):
-    """Fields of every completion. None: the value in the model's generation_config.
+    """Fields of every completion. None: the default; for sampling, that of the model's
+    generation_config.
 
     response_format: text, any JSON object, or JSON of a schema. structured_outputs: vLLM's, an
     object with json, regex, choice or grammar. user: the end user; users take turns.
@@ -100,9 +101,9 @@ class SamplingBody(Body):
     """
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=10_000)  # a server's own limit is lower
+    n: int | None = Field(1, ge=1, le=10_000)  # a server's own limit is lower
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -122,6 +123,11 @@ class SamplingBody(Body):
     structured_outputs: dict[str, Any] | None = None
     user: str | None = None
     keyhole: KeyholeBody | None = None
+
+    @property
+    def completions(self) -> int:
+        """How many completions each prompt gets."""
+        return 1 if self.n is None else self.n
 
     @field_validator("keyhole", mode="before")
     @classmethod
@@ -218,11 +224,11 @@ class ChatBody(SamplingBody):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    logprobs: bool = False
+    logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     documents: _Documents | None = None
     passages: bool = True
@@ -234,7 +240,7 @@ class ChatBody(SamplingBody):
             messages=self.messages,
             tools=self.tools,
             tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
             structured_outputs=self.structured_outputs,
             template_settings=self.chat_template_kwargs,

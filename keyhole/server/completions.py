@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -32,6 +32,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: The client has disconnected and does not read this.
 _GONE = 499
 
+_Any = TypeVar("_Any")
 _Stream = AsyncGenerator[Piece, None]
 #: The passages that a finished prompt used of its documents.
 _UsedPassages = Callable[[Result], list[dict[str, Any]]]
@@ -43,7 +44,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.messages)
     body.check_others()
-    state.check_count(body.n)
+    state.check_count(body.completions)
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
     if body.documents is not None:
         return await _chat_over_documents(body, body.documents, request)
@@ -56,7 +57,9 @@ async def chat(body: ChatBody, request: Request) -> Response:
     prompt = {"prompt_token_ids": ready.token_ids}
     streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
     replies = [ready.reply() for _ in streams]
-    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
+    answer = Answer(
+        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
+    )
     return await respond(answer, body, request, streams)
 
 
@@ -69,7 +72,7 @@ async def _chat_over_documents(
     question, reuse = _question(body.messages), _reuse(body.reuse)
     names = await _names(state, documents, question)
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
-    replies = [reply_to_question(state.tokenizer, question) for _ in range(body.n)]
+    replies = [reply_to_question(state.tokenizer, question) for _ in range(body.completions)]
     grammar = None if rule is None else grammar_of(rule)
     params = body.chat_sampling(grammar, state.adapter(body.model))
     policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
@@ -80,7 +83,9 @@ async def _chat_over_documents(
         for one in params.each()
     ]
     used_passages = functools.partial(_used_passages, state, names, passages=body.passages)
-    answer = Answer("chat.completion", body.model or state.name, state.tokenizer, replies, body.n)
+    answer = Answer(
+        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
+    )
     return await respond(answer, body, request, streams, used_passages)
 
 
@@ -90,7 +95,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     state = state_of(request)
     state.asked(body.prompt)
     body.check_others()
-    state.check_count(body.n * len(body.prompts))
+    state.check_count(body.completions * len(body.prompts))
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
     grammar = None if rule is None else grammar_of(rule)
     params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
@@ -100,7 +105,9 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         for prompt in body.prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
-    answer = Answer("text_completion", body.model or state.name, state.tokenizer, n=body.n)
+    answer = Answer(
+        "text_completion", body.model or state.name, state.tokenizer, n=body.completions
+    )
     return await respond(answer, body, request, streams)
 
 
@@ -173,11 +180,15 @@ async def respond(
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
             work = functools.partial(_whole, state, answer, streams, used_passages, limit)
-            return await _unless_gone(request, work)
-        usage = body.stream_options is not None and body.stream_options.include_usage
+            answered = await _unless_gone(request, work)
+            return Response(status_code=_GONE) if answered is None else answered
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
         # A request that can never be served gets its own status.
-        first = await anext(events)
+        first = await _unless_gone(request, functools.partial(anext, events))
+    if first is None:
+        await events.aclose()
+        return Response(status_code=_GONE)
     return StreamingResponse(
         _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
     )
@@ -209,12 +220,12 @@ async def _whole(
     return JSONResponse(body)
 
 
-async def _unless_gone(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """The result of `work`, which is cancelled when the client disconnects."""
+async def _unless_gone(request: Request, work: Callable[[], Awaitable[_Any]]) -> _Any | None:
+    """The result of `work`; None if the client disconnects first, which cancels it."""
     task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else Response(status_code=_GONE)
+        return task.result() if task.done() else None
     finally:
         for one in (task, gone):
             one.cancel()
@@ -237,11 +248,12 @@ async def _events(
     usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events; stack: closed with the stream."""
+    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
     results: dict[int, Result] = {}
     begun: set[int] = set()
     reads: dict[int, AnswerReads] = {}
     with stack:
-        async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
+        async with aclosing(_until(deadline, merged(streams))) as pieces:
             async for index, piece in pieces:
                 # Until the first piece, which shows that all can be served, errors have a status.
                 for event in [] if begun else answer.begin():
@@ -279,6 +291,21 @@ async def _after(
             if found.status >= 500:
                 logger.exception("a stream failed")
             yield answer.frame(answer.failed(found))
+
+
+async def _until(
+    deadline: float | None, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces until a time of the event loop; then TimeoutError."""
+    async with aclosing(pieces):
+        while True:
+            # A timeout cancels the task that entered it. Across a `yield` that may be a task which
+            # no longer reads, so each wait has its own.
+            async with asyncio.timeout_at(deadline):
+                found = await anext(pieces, None)
+            if found is None:
+                return
+            yield found
 
 
 async def merged(streams: Sequence[_Stream]) -> AsyncGenerator[tuple[int, Piece], None]:

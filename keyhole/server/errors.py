@@ -84,6 +84,11 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 
+def draining() -> ApiError:
+    """The error for new work while the server stops."""
+    return ApiError(503, "the server is stopping", kind="server_error", code="draining")
+
+
 def invalid(error: RequestValidationError) -> ApiError:
     """The first error in a body, with the path of its field."""
     first: Mapping[str, Any] = error.errors()[0]

@@ -141,11 +141,13 @@ def _is_from_here(headers: Headers) -> bool:
 
     A page of another site may send requests to 127.0.0.1, and may point its own name there.
     """
-    host = headers.get("host", "")
-    if not is_local(urlsplit(f"//{host}").hostname or ""):
+    host, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        name = urlsplit(f"//{host}").hostname
+        place = host if origin is None else urlsplit(origin).netloc
+    except ValueError:  # malformed
         return False
-    origin = headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == host
+    return is_local(name or "") and place == host
 
 
 def _identity(headers: Headers) -> str:

@@ -85,10 +85,12 @@ def _serve_in_two(
     theirs.close()
     place.close()
     engine = EngineServer(llm, ours, config.stream_interval)
-    threading.Thread(target=engine.run, name="requests", daemon=True).start()
+    requests = threading.Thread(target=engine.run, name="requests", daemon=True)
+    requests.start()
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    requests.join()  # exiting beneath a thread that computes would abort this process
     gc.unfreeze()  # otherwise libraries report leaks at exit
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
@@ -140,7 +142,7 @@ class Server(uvicorn.Server):
         stops = await super().on_tick(counter)
         if self._drains_until is None:
             return stops
-        is_idle = not self._state.admission.running
+        is_idle = self._state.admission.is_idle
         return stops or is_idle or time.monotonic() > self._drains_until
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -159,6 +161,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Extends uvicorn's; open connections get 503 for new requests."""
         self._state.admission.is_draining = True
+        await asyncio.to_thread(self._state.end_encoding)
         await super().shutdown(sockets)
         if self._state.traces is not None:
             await asyncio.to_thread(self._state.traces.flush)

@@ -18,7 +18,7 @@ from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.server.documents.queue import DocumentQueue
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, draining
 from keyhole.server.monitoring import logs
 from keyhole.server.monitoring.metrics import DocumentGauges, DocumentState, Metrics
 from keyhole.server.monitoring.traces import Traces, make_provider
@@ -27,18 +27,25 @@ from keyhole.server.settings import ServerConfig
 
 
 class Admission:
-    """Counts running completions; those beyond the limit are refused at once."""
+    """Counts running completions; those beyond the limit are refused at once.
+
+    storing: documents that are being stored while a client waits.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.running = 0
+        self.running = self.storing = 0
         self.is_draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for work that a drain lets finish."""
+        return not (self.running or self.storing)
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
         """Counts `count` completions as running; ApiError 429 if too many, 503 while draining."""
-        if self.is_draining:
-            raise ApiError(503, "the server is stopping", kind="server_error", code="draining")
+        self._require_open()
         if self.running + count > self._limit:
             raise ApiError(
                 429,
@@ -53,6 +60,20 @@ class Admission:
             yield
         finally:
             self.running -= count
+
+    @contextmanager
+    def store(self) -> Iterator[None]:
+        """Counts a document that a client waits for; ApiError 503 while draining."""
+        self._require_open()
+        self.storing += 1
+        try:
+            yield
+        finally:
+            self.storing -= 1
+
+    def _require_open(self) -> None:
+        if self.is_draining:
+            raise draining()
 
 
 @dataclass
@@ -104,6 +125,11 @@ class State:
     def encoding(self) -> DocumentQueue:
         """The queue of documents to be stored."""
         return DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+
+    def end_encoding(self) -> None:
+        """Closes the queue of documents, if there is one."""
+        if "encoding" in vars(self):  # making one may read all weights
+            self.encoding.close()
 
     def update_search(self) -> None:
         """Updates the search index to the stored documents."""

@@ -212,9 +212,10 @@ class EngineServer:
         self._sending = threading.Lock()
         self._steps = StepThread(llm, self._deliver, interval)
         self._cancelled: set[int] = set()
+        self._encoding: dict[int, threading.Thread] = {}
 
     def run(self) -> None:
-        """Handles messages."""
+        """Handles messages; in the end, nothing runs or is being encoded."""
         takers: dict[str, Callable[..., None]] = {
             "start": self._steps.start,
             "leave": self._steps.leave,
@@ -222,10 +223,14 @@ class EngineServer:
             "add": self._add,
             "cancel": self._cancelled.add,
         }
-        with self._link.makefile("rb") as messages:
-            while size := messages.read(_LENGTH.size):
-                kind, *rest = pickle.loads(messages.read(_LENGTH.unpack(size)[0]))
-                takers[kind](*rest)
+        try:
+            with self._link.makefile("rb") as messages:
+                while size := messages.read(_LENGTH.size):
+                    kind, *rest = pickle.loads(messages.read(_LENGTH.unpack(size)[0]))
+                    takers[kind](*rest)
+        finally:
+            self._steps.close()
+            self._end_encoding()
 
     def drain(self) -> None:
         """Tells the other process to end: after running requests, or at once the second time."""
@@ -256,7 +261,14 @@ class EngineServer:
 
     def _add(self, number: int, arguments: Mapping[str, Any]) -> None:
         work = threading.Thread(target=self._encode, args=(number, arguments), daemon=True)
+        self._encoding[number] = work
         work.start()
+
+    def _end_encoding(self) -> None:
+        left = [*self._encoding.items()]
+        self._cancelled.update(number for number, _ in left)
+        for _, work in left:
+            work.join()
 
     def _encode(self, number: int, arguments: Mapping[str, Any]) -> None:
         def report(done: int, tokens: int) -> None:
@@ -270,6 +282,7 @@ class EngineServer:
             self._send("error", number, _sendable(error))
         else:
             self._send("reply", number, info)
+        del self._encoding[number]
         self._cancelled.discard(number)
 
 

@@ -93,6 +93,16 @@ XML_FUNCTIONS: Any = {
         "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}}
     },
     "g": {"properties": {"x": {"type": ["array", "null"]}, "o": {"type": "object"}}},
+    # As pydantic writes an optional number, an enum, a model and an optional string.
+    "p": {
+        "properties": {
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "e": {"enum": [1, 2]},
+            "m": {"$ref": "#/$defs/Model"},
+            "s": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "$defs": {"Model": {"properties": {"k": {"type": "integer"}}, "type": "object"}},
+    },
 }
 XML_REPLIES: list[tuple[str, str, Calls]] = [
     ("no call <tool at all", "no call <tool at all", []),
@@ -115,6 +125,13 @@ XML_REPLIES: list[tuple[str, str, Calls]] = [
         "",
         [("f", '{"n": "many", "q": "7"}')],
     ),
+    (
+        "<function=p><parameter=n>3</parameter><parameter=e>1</parameter>"
+        '<parameter=m>{"k": 3}</parameter><parameter=s>4</parameter></function>',
+        "",
+        [("p", '{"n": 3, "e": 1, "m": {"k": 3}, "s": "4"}')],
+    ),
+    ("<function=p><parameter=n>None</parameter></function>", "", [("p", '{"n": null}')]),
     ("<tool_call>\n<function=f>\n<parameter=a>\nx", "", [("f", "")]),
     ("<tool_call>\n<function=h>\n</function>", "<function=h>\n</function>", []),
 ]

@@ -160,6 +160,20 @@ def test_a_failure_has_a_reason_and_the_next_job_clears_it(address: str, llm: LL
     assert httpx2.delete(f"{place}/f").status_code == 200
 
 
+def test_a_stored_document_stays_ready_if_another_text_is_refused(address: str) -> None:
+    """It was shown as failed, though it could be asked as before."""
+    place = f"{address}/v1/documents"
+    assert httpx2.put(f"{place}/kept", content=b"the first").status_code == 201
+    body = {"text": "the second", "overwrite": False}
+    assert httpx2.put(f"{place}/kept", json=body).status_code == 400
+    found = state(place, "kept")
+    assert (found["status"], found["progress"], found["tokens"]) == ("ready", 1.0, 9)
+    assert "overwrite" in found["error"]
+    listed = {one["id"]: one["status"] for one in httpx2.get(place).json()["data"]}
+    assert listed["kept"] == "ready"
+    assert httpx2.delete(f"{place}/kept").status_code == 200
+
+
 def test_a_full_disk_is_507_and_the_rest_goes_on(
     address: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +220,50 @@ def test_no_more_wait_than_the_limit(llm: LLM, brake: Brake) -> None:
         assert job.result.result(60).name == job.name
         llm.documents.remove(job.name)
     assert queue.get("w0") is None
+
+
+def test_one_that_is_removed_while_it_is_queued_waits_for_no_other(llm: LLM, brake: Brake) -> None:
+    """Its removal waited for all documents before it, and held a thread that requests need."""
+    queue = DocumentQueue(llm.documents, 8, lambda _: None)
+    jobs = [Job(name=name, text=LONG, overwrite=True, pinned=False) for name in ("a", "b", "c")]
+    for job in jobs:
+        queue.add(job)
+    assert brake.reached.wait(60)
+    cancelled: list[bool] = []
+    remover = threading.Thread(target=lambda: cancelled.append(queue.cancel("b")), daemon=True)
+    remover.start()
+    remover.join(10)
+    assert cancelled == [True]
+    assert queue.get("b") is None
+    with pytest.raises(ApiError, match="'b' was removed"):
+        jobs[1].result.result(0)
+    brake.go_on.set()
+    for job in (jobs[0], jobs[2]):
+        assert job.result.result(60).name == job.name
+        llm.documents.remove(job.name)
+    assert not queue.cancel("b")
+
+
+def test_a_closed_queue_encodes_nothing(llm: LLM, brake: Brake) -> None:
+    queue = DocumentQueue(llm.documents, 8, lambda _: None)
+    jobs = [Job(name=name, text=LONG, overwrite=True, pinned=False) for name in ("a", "b", "c")]
+    for job in jobs[:2]:
+        queue.add(job)
+    assert brake.reached.wait(60)
+    closer = threading.Thread(target=queue.close)
+    closer.start()
+    assert isinstance(jobs[1].result.exception(60), ApiError)  # closed, with one to wait for
+    with pytest.raises(ApiError, match="is stopping"):
+        queue.add(jobs[2])
+    assert closer.is_alive()
+    brake.go_on.set()
+    closer.join(60)
+    for job in jobs[:2]:
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            job.result.result(0)
+        assert caught.value.status == 503
+    assert not queue.jobs()
+    assert not llm.documents.list()
 
 
 def test_metadata_is_kept_and_replaced(address: str) -> None:

@@ -194,11 +194,24 @@ def test_messages_are_tokenized_as_a_chat(address: str, llm: LLM) -> None:
         ("<parameter=code>\n\n</parameter>\n", True),
         ("<parameter=n>\n3\n</parameter>\n", False),  # `code` is required
         ("<parameter=code>\nx\n</parameter>\n<parameter=n>\nx\n</parameter>\n", False),
+        ("<parameter=code>\nx\n</parameter>\n<parameter=o>\n[3]\n</parameter>\n", True),
+        ("<parameter=code>\nx\n</parameter>\n<parameter=o>\nnull\n</parameter>\n", True),
+        ("<parameter=code>\nx\n</parameter>\n<parameter=o>\nx\n</parameter>\n", False),
+        ("<parameter=code>\nx\n</parameter>\n<parameter=c>\nred\n</parameter>\n", True),
+        ("<parameter=code>\nx\n</parameter>\n<parameter=c>\ngreen\n</parameter>\n", False),
     ],
 )
 def test_a_forced_call_of_elements_fits_its_schema(llm: LLM, text: str, fits: bool) -> None:
-    properties = {"code": {"type": "string"}, "n": {"type": "integer"}}
-    tool = {"name": "run", "parameters": {"properties": properties, "required": ["code"]}}
+    number, color = {"type": "integer"}, {"enum": ["red", "blue"], "type": "string"}
+    properties = {
+        "code": {"type": "string"},
+        "n": number,
+        "o": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Number"}}, {"type": "null"}]},
+        "c": {"$ref": "#/$defs/Color"},
+    }
+    parameters = {"properties": properties, "required": ["code"]}
+    parameters |= {"$defs": {"Number": number, "Color": color}}
+    tool = {"name": "run", "parameters": parameters}
     rule = CallRules(QWEN3_CODER, {}).calls([tool], several=False)
     state = llm.engine.grammars.start(grammar_of(rule))
     said = f"<tool_call>\n<function=run>\n{text}</function>\n</tool_call>"

@@ -76,6 +76,18 @@ def test_more_than_the_limit_are_refused_at_once() -> None:
         pass
 
 
+def test_a_drain_waits_for_documents_that_clients_wait_for() -> None:
+    """Their clients got status 500, and new documents were taken meanwhile."""
+    admission = Admission(3)
+    with admission.store():
+        admission.is_draining = True
+        assert not admission.is_idle
+        with pytest.raises(ApiError, match="stopping") as caught, admission.store():
+            pass
+        assert caught.value.status == 503
+    assert admission.is_idle
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -133,6 +133,25 @@ def test_who_leaves_is_not_in_the_step_after_the_next(
     at_rest(llm)
 
 
+@pytest.mark.usefixtures("own_engine")
+def test_who_leaves_before_the_first_token_frees_its_stream(address: str, llm: LLM) -> None:
+    """It was noticed at the first token only, however long the request waited for it."""
+    data = json.dumps(body(stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    host, port = address.removeprefix("http://").split(":")
+
+    def running() -> str:
+        lines = httpx2.get(f"{address}/metrics").text.splitlines()
+        return next(line for line in lines if line.startswith("keyhole_completions_running "))
+
+    with llm.engine.lock:  # no step runs meanwhile
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            until(lambda: running().endswith(" 1.0"))
+        until(lambda: running().endswith(" 0.0"))
+    at_rest(llm)
+
+
 # Limits.
 
 
@@ -160,9 +179,11 @@ def test_a_request_may_have_a_deadline_of_its_own(address: str, llm: LLM) -> Non
     at_rest(llm)
 
 
-def test_a_deadline_ends_a_stream_with_an_error(address: str, llm: LLM) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_deadline_ends_a_stream_with_an_error(address: str, llm: LLM, count: int) -> None:
+    """A stream of two completions was cut off, without a word."""
     place = f"{address}/v1/completions"
-    late = {"max_tokens": 400, "keyhole": {"timeout": 0.5}}
+    late = {"max_tokens": 400, "n": count, "keyhole": {"timeout": 0.5}}
     with llm.engine.lock:  # no step runs meanwhile: what has not begun has a status
         assert httpx2.post(place, json=body(stream=True, **late)).status_code == 504
     at_rest(llm)

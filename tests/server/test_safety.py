@@ -103,6 +103,8 @@ def test_no_other_site_is_let_in(address: str) -> None:
         ({"Host": "127.0.0.1.evil.example"}, 403),
         ({"Host": ""}, 403),
         ({"Origin": "null"}, 403),
+        ({"Host": "[::1"}, 403),  # these two were a 500
+        ({"Origin": "http://[::1"}, 403),
     ],
 )
 def test_a_page_of_another_site_cannot_use_a_server_without_a_key(
@@ -115,9 +117,12 @@ def test_a_page_of_another_site_cannot_use_a_server_without_a_key(
 def test_a_proxy_of_any_name_may_stand_before_other_servers(
     llm: LLM, settings: dict[str, Any]
 ) -> None:
-    headers = {"Host": "llm.example", "Authorization": "Bearer k"}
+    key = {"Authorization": "Bearer k"}
     with serving(llm, **settings) as address:
-        assert httpx2.get(f"{address}/v1/models", headers=headers).status_code == 200
+        for host in ("llm.example", "[::1"):
+            headers = {"Host": host, **key}
+            assert httpx2.get(f"{address}/v1/models", headers=headers).status_code == 200
+            assert httpx2.get(f"{address}/nowhere", headers=headers).status_code == 404
 
 
 def test_a_body_must_say_that_it_is_json(address: str) -> None:

@@ -82,6 +82,32 @@ def test_a_signal_lets_what_runs_finish(path: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_lets_a_document_be_stored(tmp_path: Path) -> None:
+    """Its client got status 500, and the process was aborted."""
+    text = b"the lamp is on the left and the box is on the right. " * 400
+    found: list[httpx2.Response] = []
+    with process("--memory", "64MiB", "--documents", str(tmp_path)) as (server, address, lines):
+        place = f"{address}/v1/documents"
+        client = threading.Thread(
+            target=lambda: found.append(httpx2.put(f"{place}/long", content=text, timeout=60))
+        )
+        client.start()
+        while httpx2.get(f"{place}/long").json().get("status") != "encoding":
+            pass
+        late = httpx2.put(f"{place}/late?wait=false", content=text + b"?")
+        assert late.status_code == 202
+        server.send_signal(signal.SIGTERM)
+        while httpx2.get(f"{address}/ready").status_code == 200:
+            pass
+        refused = httpx2.put(f"{place}/refused", content=b"new")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        client.join(60)
+        assert found[0].status_code == 201
+    assert server.returncode == 0
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its handler of logs stayed, and later servers of this process wrote to a closed stream."""
     before = [*logging.getLogger().handlers]

@@ -16,6 +16,7 @@ import pytest
 from keyhole import LLM, ConfigError, KeyholeError, RequestError, SamplingParams
 from keyhole.errors import StorageFullError, UnknownNameError
 from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
+from keyhole.step_thread import Submission
 from tests.checkpoints import make_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -186,6 +187,50 @@ def test_documents_are_encoded_there_and_read_here(llm: LLM) -> None:
             assert answer.reused.documents == ["one"]
 
     asyncio.run(main())
+
+
+def test_the_engines_side_ends_after_its_last_document(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ended while a thread encoded one, which aborted it."""
+    reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(name: str, text: str, *, progress: Any) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        try:
+            progress(0, 1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(llm.documents, "add", slow)
+    here, there = socket.socketpair()
+    engine = EngineServer(llm, there, interval=0.05)
+    engine._add(1, {"name": "late", "text": "x"})
+    assert reached.wait(60)
+    here.close()
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert ended.is_set()
+    assert not engine._encoding
+    there.close()
+
+
+def test_the_engines_side_ends_with_its_last_step(llm: LLM) -> None:
+    """As above, with requests that run after the drain timeout."""
+    here, there = socket.socketpair()
+    engine = EngineServer(llm, there, interval=0.05)
+    arguments = {"prompt": "abc", "params": LONG}
+    engine._steps.start(1, Submission(method="submit", arguments=arguments))
+    here.close()
+    engine.run()
+    assert engine._steps.is_idle
+    assert not llm.engine.has_work
+    there.close()
 
 
 def test_an_error_made_of_other_arguments_can_be_copied() -> None:

@@ -67,12 +67,38 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
             assert _is_served_or_told(answer), (field, value, answer.text)
 
 
+@pytest.mark.parametrize("place", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_null_is_as_if_a_field_were_absent(address: str, place: str) -> None:
+    """As in OpenAI's API; it was refused."""
+    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    nulls = dict.fromkeys(("n", "stream", "stream_options", "logprobs", "parallel_tool_calls"))
+    body: dict[str, Any] = {**begin, "max_tokens": 2, **nulls}
+    assert httpx2.post(address + place, json=body).status_code == 200
+    body |= {"stream": True, "stream_options": {"include_usage": None}}
+    answer = httpx2.post(address + place, json=body)
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n") or place == "/v1/responses"
+
+
 @pytest.mark.parametrize(
     "prompt", [[-1], [2**31], [2**70], [[]], [[1], "a"], ["a", 1], [1.5], [[1, -2]], ["\x00"]]
 )
 def test_prompts_of_wrong_tokens_are_errors(address: str, prompt: Any) -> None:
     body = {"prompt": prompt, "max_tokens": 2}
     assert _is_served_or_told(httpx2.post(f"{address}/v1/completions", json=body))
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"])
+@pytest.mark.parametrize("field", ["metadata", "reasoning", "text"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_not_begun_that_could_not_be_sent(
+    address: str, stream: bool, field: str, value: Any
+) -> None:
+    """The fields are sent back: after the whole generation, that was status 500."""
+    body = {"input": "abc", "max_output_tokens": 2, "stream": stream, field: {"any": value}}
+    answer = httpx2.post(f"{address}/v1/responses", content=json.dumps(body), headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize(

@@ -4,5 +4,6 @@ prompt.py       messages and tools as the tokens of a prompt, and the parsers of
 reply.py        splits a streamed reply into reasoning, answer and tool calls
 reasoning.py    the markers of reasoning in a chat template
 tool_parser.py  how chat templates write tool calls, and parsers of streamed ones
+parameters.py   which parameters of a tool are text, and which JSON
 grammars.py     grammars of replies: response_format, tool_choice
 """

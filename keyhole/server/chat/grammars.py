@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from keyhole.grammar import JSON_WHITESPACE
+from keyhole.server.chat.parameters import choices, is_text, with_definitions
 from keyhole.server.chat.reasoning import Markers
 from keyhole.server.chat.tool_parser import ToolFormat
 from keyhole.server.errors import ApiError
@@ -123,20 +124,20 @@ def _xml_call(name: str, parameters: Mapping[str, Any]) -> str:
     required, rules = parameters.get("required") or (), []
     for parameter, schema in (parameters.get("properties") or {}).items():
         begin = json.dumps(f"<parameter={parameter}>\n")
-        rules.append(f"({begin} {_xml_value(schema)})" + ("" if parameter in required else "?"))
+        rules.append(
+            f"({begin} {_xml_value(schema, parameters)})" + ("" if parameter in required else "?")
+        )
     begin = json.dumps(f"<function={name}>\n")
     return f'{begin} {" ".join(rules)} "</function>"'
 
 
-def _xml_value(schema: Any) -> str:
+def _xml_value(schema: Any, parameters: Mapping[str, Any]) -> str:
     """A string as it is, anything else as JSON, then the end of the element."""
-    known, end = schema if isinstance(schema, Mapping) else {}, json.dumps("\n</parameter>\n")
-    texts = known.get("enum")
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        return f"({' | '.join(map(json.dumps, texts))}) {end}"
-    if "string" in known.get("type", "string"):
-        return "xml_text"
-    return f"{_json(known)} {end}"
+    end = json.dumps("\n</parameter>\n")
+    if not is_text(schema, parameters):
+        return f"{_json(with_definitions(schema, parameters))} {end}"
+    texts = choices(schema, parameters)
+    return f"({' | '.join(map(json.dumps, texts))}) {end}" if texts else "xml_text"
 
 
 def grammar_of(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.errors import UnknownNameError
+from keyhole.server.chat.parameters import is_text
 from keyhole.server.chat.reasoning import held_back
 
 
@@ -254,6 +255,8 @@ _BETWEEN_XML = re.compile(r"\s*(?:</?tool_call>\s*)*")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _END = "</function>"
+#: Values that templates show as Python does, as JSON.
+_AS_PYTHON = {"true": "true", "false": "false", "none": "null"}
 
 
 class XmlToolCallParser:
@@ -274,7 +277,7 @@ class XmlToolCallParser:
         self._functions = functions
         self._left = ""  # not returned yet
         self._state: Callable[[bool], list[ToolEvent]] = self._in_text
-        self._types: Mapping[str, Any] = {}  # of the parameters of the current call
+        self._schema: Mapping[str, Any] = {}  # of the parameters of the current call
         self._count = self._given = 0
 
     def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
@@ -307,7 +310,7 @@ class XmlToolCallParser:
         found = _FUNCTION.match(rest)
         if found is not None and found[1] in self._functions:
             self._left, self._state, self._given = rest[found.end() :], self._in_call, 0
-            self._types = self._functions[found[1]].get("properties") or {}
+            self._schema = self._functions[found[1]]
             self._count += 1
             return [CallBegin(self._count - 1, found[1])]
         is_name = rest.startswith("<function=") and not {">", "\n"} & set(rest)
@@ -321,7 +324,7 @@ class XmlToolCallParser:
         found = _PARAMETER.match(start) if "</parameter>" in start else None
         if found is not None:
             self._left, self._given = start[found.end() :], self._given + 1
-            value = json.dumps(_typed(found[2], self._types.get(found[1])), ensure_ascii=False)
+            value = json.dumps(_typed(found[2], found[1], self._schema), ensure_ascii=False)
             part = f"{', ' if self._given > 1 else '{'}{json.dumps(found[1])}: {value}"
             return [CallArguments(self._count - 1, part)]
         if start.startswith(_END):
@@ -330,12 +333,11 @@ class XmlToolCallParser:
         return []
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value in the type of its schema; a string if the schema says so, or says nothing."""
-    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    if "string" in kind:
+def _typed(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    """The value of a parameter in the type of its schema."""
+    if is_text((parameters.get("properties") or {}).get(name), parameters):
         return text
-    try:  # templates show booleans as Python does
-        return json.loads(text.lower() if kind == "boolean" else text)
+    try:
+        return json.loads(_AS_PYTHON.get(text.lower(), text))
     except ValueError:
         return text

@@ -12,7 +12,7 @@ from typing import Any
 
 from keyhole.documents.store import DocumentInfo
 from keyhole.engine.documents.library import Documents
-from keyhole.server.errors import ApiError, api_error
+from keyhole.server.errors import ApiError, api_error, draining
 
 logger = logging.getLogger("keyhole.server")
 
@@ -32,7 +32,7 @@ class Job:
     status: str = "queued"
     done: int = 0
     tokens: int | None = None
-    is_cancelled: bool = False
+    cancelled_by: ApiError | None = None
     result: Future[DocumentInfo] = field(default_factory=Future)
 
     @property
@@ -43,10 +43,8 @@ class Job:
     def report(self, done: int, tokens: int) -> None:
         """Called during encoding; raises the error that stops it."""
         self.done, self.tokens = done, tokens
-        if self.is_cancelled:
-            raise ApiError(
-                409, f"document {self.name!r} was removed before it was ready", param="name"
-            )
+        if self.cancelled_by is not None:
+            raise self.cancelled_by
 
 
 class DocumentQueue:
@@ -65,10 +63,13 @@ class DocumentQueue:
         self._jobs: deque[Job] = deque()  # the first one is being encoded
         self._failed: dict[str, Job] = {}
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def add(self, job: Job) -> None:
-        """Adds a job; ApiError 429 if too many wait."""
+        """Adds a job; ApiError 429 if too many wait, 503 once closed."""
         with self._guard:
+            if self._is_closed:
+                raise draining()
             if len(self._jobs) > self._limit:
                 raise ApiError(
                     429,
@@ -97,16 +98,34 @@ class DocumentQueue:
 
     def cancel(self, name: str) -> bool:
         """Cancels the jobs of this name and waits for that; forgets a failure. True if any."""
+        removed = ApiError(409, f"document {name!r} was removed before it was ready", param="name")
+        was_queued = self._cancel(lambda job: job.name == name, removed)
         with self._guard:
-            ended = [job for job in self._jobs if job.name == name]
+            was_failed = self._failed.pop(name, None) is not None
+        return was_queued or was_failed
+
+    def close(self) -> None:
+        """Cancels all jobs and waits for that; takes no more."""
+        with self._guard:
+            self._is_closed = True
+        self._cancel(lambda _: True, draining())
+
+    def _cancel(self, ends: Callable[[Job], bool], error: ApiError) -> bool:
+        """Ends these jobs with an error; waits, for a chunk, if one is being encoded."""
+        with self._guard:
+            ended = [job for job in self._jobs if ends(job)]
+            encoding = ended[0] if ended and ended[0] is self._jobs[0] else None
             for job in ended:
-                job.is_cancelled = True
-            failed = self._failed.pop(name, None)
+                job.cancelled_by = error
+                if job is not encoding:
+                    self._jobs.remove(job)
+                    job.status = "failed"
         for job in ended:
-            job.result.exception()  # within a chunk
-        with self._guard:
-            self._failed.pop(name, None)
-        return bool(ended) or failed is not None
+            if job is not encoding:
+                job.result.set_exception(error)
+        if encoding is not None:
+            encoding.result.exception()
+        return bool(ended)
 
     def _run(self) -> None:
         while True:
@@ -149,7 +168,7 @@ class DocumentQueue:
         with self._guard:
             self._jobs.popleft()
             job.status = "failed"
-            if not job.is_cancelled:
+            if job.cancelled_by is None:
                 self._failed[job.name] = job
                 while len(self._failed) > _MOST_FAILED:
                     del self._failed[next(iter(self._failed))]

@@ -151,11 +151,12 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
         overwrite=body.overwrite,
         pinned=body.pinned,
     )
-    await _enqueue(state, job, body.metadata, _caller(request, state))
-    if not wait:
-        return JSONResponse(_shown(name, None, job), 202)
-    # Shielded: a client that disconnects does not cancel the storing.
-    info = await asyncio.shield(asyncio.wrap_future(job.result))
+    with state.admission.store():
+        await _enqueue(state, job, body.metadata, _caller(request, state))
+        if not wait:
+            return JSONResponse(_shown(name, None, job), 202)
+        # Shielded: a client that disconnects does not cancel the storing.
+        info = await asyncio.shield(asyncio.wrap_future(job.result))
     return JSONResponse(_shown(name, info, None), 201)
 
 
@@ -182,6 +183,8 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
         error = None if failed is None else str(failed)
     elif info is not None and not info.encoded:
         status, progress, error = "failed", 0.0, _NOT_ENCODED
+    if status == "failed" and info is not None and info.encoded:
+        status, progress = "ready", 1.0  # the document stored before; `error` tells of the new text
     state = {"status": status, "progress": progress, "error": error}
     return {"id": name, "object": "document", **state, **fields}
 

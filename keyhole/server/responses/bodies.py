@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from keyhole.server.errors import ApiError
 
 _Message = dict[str, Any]
 _TEXT_PARTS = {"input_text", "output_text", "text"}
+#: Fields of any JSON that the response contains. Python reads NaN and halves of characters, too.
+_SENT_BACK = ("metadata", "reasoning", "text", "tool_choice", "tools")
 _ROLES = {"developer": "system"}
 
 
@@ -27,7 +30,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
-    n: int = Field(1, ge=1, le=1)
+    n: int | None = Field(1, ge=1, le=1)
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -64,7 +67,13 @@ class ResponsesBody(SamplingBody):
         )
 
     def check(self) -> None:
-        """ApiError for anything unsupported."""
+        """ApiError for anything unsupported, or that the response cannot contain."""
+        for name in _SENT_BACK:
+            try:
+                json.dumps(getattr(self, name), ensure_ascii=False, allow_nan=False).encode()
+            except ValueError as error:
+                message = f"{name} cannot be sent back: {error}"
+                raise ApiError(400, message, param=name) from error
         if self.truncation not in (None, "disabled"):
             raise ApiError(400, "truncation must be 'disabled'", param="truncation")
         if self.max_output_tokens is not None:
