@@ -41,7 +41,7 @@ _BUNDLED = {TINY: TINY_FOLDER, TINY_HOPS: TINY_FOLDER.with_name("keyhole-hops")}
 
 
 def named(model: object) -> str:
-    """A folder or hub id as text; a bundled model's folder for its name.
+    """A folder or hub id as text; a bundled model's folder for its name, which is no `Path`.
 
     ConfigError for an invalid name: None, empty text, an object.
     """
@@ -51,6 +51,8 @@ def named(model: object) -> str:
             f"model {what} names no model: give a folder, a hub id such as "
             f"'meta-llama/Llama-3.2-1B', or {TINY!r} for the bundled demonstration model"
         )
+    if isinstance(model, Path) and str(model) in _BUNDLED:
+        return f"./{model}"  # pathlib has dropped the "./" that a user wrote
     return str(_BUNDLED.get(str(model), model))
 
 
