@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from keyhole import LLM, SamplingParams
 from keyhole.errors import ModelError
 from keyhole.eval.verify import verify
 from keyhole.models.loading import load
-from tests.checkpoints import make_model
+from keyhole.models.locate import locate
+from tests.checkpoints import CHAT_TEMPLATE, make_model, make_tokenizer
 from tests.models.verified import failed
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
@@ -27,6 +29,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
 WEIGHTS = "adapter_model.safetensors"
 PROMPT = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def lora(*modules: str, **settings: Any) -> Any:
+    """The config of an adapter; `settings` has the last word."""
+    fields = {"r": 4, "target_modules": [*modules], "task_type": "CAUSAL_LM"} | settings
+    return peft.LoraConfig(**fields)
 
 
 @pytest.fixture
@@ -68,6 +76,40 @@ def test_an_adapter_alone_is_merged_into_its_model(folders: dict[str, Path]) -> 
     wanted = LLM(folders["merged"], device="cpu").generate(PROMPT, PARAMS)
     assert LLM(found).generate(PROMPT, PARAMS).token_ids == wanted.token_ids
     assert failed(found) == []
+
+
+def test_an_adapter_brings_its_tokenizer_or_template(tmp_path: Path) -> None:
+    """Those of the base were taken: added tokens were split, chats had another form."""
+    base = make_model("llama", tmp_path, tokenizer=True)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(network, lora("q_proj")).save_pretrained(adapter)
+    assert load(adapter, "cpu").tokenizer.chat_template == CHAT_TEMPLATE
+    (adapter / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    message = [{"role": "user", "content": "Hello"}]
+    found = load(adapter, "cpu").tokenizer
+    assert found.apply_chat_template(message, tokenize=False) == "Hello!"
+    own = make_tokenizer()
+    own.add_tokens(["<call>"])
+    own.save_pretrained(adapter)
+    found = load(adapter, "cpu").tokenizer
+    assert found.convert_tokens_to_ids("<call>") == own.convert_tokens_to_ids("<call>")
+    assert found.apply_chat_template(message, tokenize=False) != "Hello!"
+
+
+def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> None:
+    """A training leaves it there; the weights of the model were missed."""
+    adapter = folders["adapter"]
+    shutil.copy(folders["base"] / "config.json", adapter)
+    torch.save({}, adapter / "training_args.bin")
+    assert locate(adapter).adapter == adapter
+    wanted = LLM(folders["merged"], device="cpu").generate(PROMPT, PARAMS)
+    assert LLM(adapter, device="cpu").generate(PROMPT, PARAMS).token_ids == wanted.token_ids
+    config = adapter / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": str(adapter)}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="names its own folder as the model that it is for"):
+        locate(adapter)
 
 
 def test_an_adapter_of_another_base_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
