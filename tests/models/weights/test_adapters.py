@@ -20,7 +20,7 @@ from keyhole.errors import ModelError
 from keyhole.eval.verify import verify
 from keyhole.models.loading import load
 from keyhole.models.locate import locate
-from tests.checkpoints import CHAT_TEMPLATE, make_model, make_tokenizer
+from tests.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, make_model, make_tokenizer
 from tests.models.verified import failed
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
@@ -110,6 +110,55 @@ def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> 
     config.write_text(json.dumps(fields))
     with pytest.raises(ModelError, match="names its own folder as the model that it is for"):
         locate(adapter)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [VOCAB_SIZE, VOCAB_SIZE + 1]},
+    ],
+    ids=str,
+)
+def test_added_tokens_have_their_embeddings(
+    tmp_path: Path, settings: dict[str, Any], is_tied: bool
+) -> None:
+    """Embeddings that peft stores whole did not fit the model."""
+    base = make_model("llama", tmp_path, tie_word_embeddings=is_tied)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    network.resize_token_embeddings(VOCAB_SIZE + 2)
+    adapted = peft.get_peft_model(network, lora("q_proj", **settings)).eval()
+    torch.manual_seed(0)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    prompt = [5, VOCAB_SIZE, 7, VOCAB_SIZE + 1, 9]
+    with torch.no_grad():
+        wanted = adapted(torch.tensor([prompt])).logits[0, -1]
+    llm = LLM(tmp_path / "adapter", device="cpu")
+    request = llm.engine.add(prompt, PARAMS, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert len(request.logits[0]) == VOCAB_SIZE + 2
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_added_tokens_without_an_output_layer_are_refused(tmp_path: Path, is_tied: bool) -> None:
+    """Where the two layers are tied, one of them is enough."""
+    base = make_model("llama", tmp_path, tie_word_embeddings=is_tied)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    network.resize_token_embeddings(VOCAB_SIZE + 2)
+    peft.get_peft_model(network, lora("embed_tokens")).save_pretrained(tmp_path / "adapter")
+    if is_tied:
+        assert load(tmp_path / "adapter", "cpu").vocab_size == VOCAB_SIZE + 2
+        return
+    with pytest.raises(ModelError, match="has 2 tokens that its base lacks, and either no embed"):
+        load(tmp_path / "adapter", "cpu")
 
 
 def test_an_adapter_of_another_base_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
