@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -447,8 +447,11 @@ class DocumentLookup:
             raise self._unreadable(error) from error
         if not head:
             paths = [f"documents/{name}" for name in self._files("documents")]
-            heads = [head for head in self._place.heads(paths, HEAD_BYTES) if head]
-            raise UnknownNameError("document", name, [SourceFile.parse(x).name for x in heads])
+            known = []
+            for other in self._place.heads(paths, HEAD_BYTES):
+                with suppress(RecordError):  # a damaged first line has no name
+                    known.append(SourceFile.parse(other).name)
+            raise UnknownNameError("document", name, known)
         return SourceFile.parse(head).digest
 
     def open(self, name: str, digest: str) -> StoredDocument:

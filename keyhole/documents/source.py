@@ -71,9 +71,11 @@ class Source:
         if isinstance(source, bytes | bytearray):
             raise ConfigError("a document is bytes; decode them, or give token ids")
         ids = [int(token) if isinstance(token, np.integer) else token for token in source]
-        wrong = [token for token in ids if not is_count(token, 0)]
+        wrong = [token for token in ids if not (is_count(token, 0) and token < 2**63)]
         if wrong:
-            raise ConfigError(f"token id {wrong[0]!r} of a document must be a whole number >= 0")
+            raise ConfigError(
+                f"token id {wrong[0]!r} of a document must be a whole number from 0 to 2**63 - 1"
+            )
         numbers = np.array(ids, dtype="<i8").tobytes()
         return cls(ids, canonical(ids), sha256(_TOKEN_IDS_MARK + numbers))
 

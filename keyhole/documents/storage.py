@@ -147,8 +147,13 @@ class LocalStorage:
 
     def files(self, folder: str) -> dict[str, Entry]:
         """See `StorageBackend`."""
+        found: dict[str, Entry] = {}
         with os.scandir(self._folder / folder) as entries:
-            return {entry.name: _entry(entry.stat()) for entry in entries if entry.is_file()}
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another process has just removed it
+                    if entry.is_file():
+                        found[entry.name] = _entry(entry.stat())
+        return found
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
         """See `StorageBackend`."""

@@ -352,8 +352,8 @@ class Condition:
     @property
     def known_by(self) -> Line:
         """The fields of `about` that a stored line must match to be used for this cell."""
-        names = (TERMS, CONTROL, *(name for name in (CONTROLS, TUNING) if name in self.about))
-        return {name: self.about.get(name) for name in names}
+        told = (name for name in (CONTROLS, TUNING) if name in self.about)
+        return {name: self.about.get(name) for name in ("method", TERMS, CONTROL, *told)}
 
     def instead_of(self, line: Line) -> Line:
         """A line of the same measurement, made for another purpose, with the fields of this cell's

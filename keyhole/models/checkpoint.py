@@ -244,8 +244,10 @@ def read(
         _check_planned(config, name)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
-        # Of a model of images and text, the files have more than is loaded.
-        counted = 0 if "text_config" in stored else _count(headers, config)
+        # Of a model of images and text, the files have more than is loaded. Some have no
+        # `text_config`: the fields of their text stand beside those of the whole.
+        is_part = "text_config" in stored or config.model_type != stored.get("model_type")
+        counted = 0 if is_part else _count(headers, config)
         number = dtype
         if dtype == "auto":
             number = _dtype(stored, headers) if place.gguf is None else gguf_dtype(path)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
-from keyhole.models.model import Model
+from keyhole.models.attention import PassThrough
+from keyhole.models.model import Model, decoder_layers
 from keyhole.models.modules import sequence_adapters
 from keyhole.policies.base import Policy
 
@@ -108,7 +109,7 @@ def place_layers(
     the bytes that are needed, if the devices have less.
     """
     devices = wanted_devices(device_map)
-    blocks, prefix = _decoder_layers(network)
+    prefix, blocks = decoder_layers(network)
     if device_map == _AUTO:
         sizes = [_num_bytes(block) for block in blocks]
         rest = _num_bytes(network) - sum(sizes)
@@ -266,13 +267,6 @@ def _as_given(
     return outside.pop(), layers
 
 
-def _decoder_layers(network: Any) -> tuple[nn.ModuleList, str]:
-    """The decoder layers, and the name of their list."""
-    base = network.base_model
-    layers: nn.ModuleList = base.layers if hasattr(base, "layers") else base.h
-    return layers, next(name for name, module in network.named_modules() if module is layers)
-
-
 def _move_own(module: nn.Module, place: torch.device) -> None:
     """Moves the tensors of a module itself, not those of modules inside it."""
     for name, parameter in module._parameters.items():
@@ -328,9 +322,11 @@ class _Send:
 
 
 def on_device(value: Any, place: torch.device) -> Any:
-    """A tensor, or a tuple of such, on a device; anything else unchanged."""
+    """A tensor, a tuple of such, or positions, on a device; anything else unchanged."""
     if isinstance(value, Tensor):
         return value.to(place)
+    if isinstance(value, PassThrough):
+        return PassThrough(value.batch, value.positions.to(place))
     if isinstance(value, tuple):
         moved = (on_device(one, place) for one in value)
         return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)

@@ -80,6 +80,7 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
 
+_TEMPLATE = "chat_template.jinja"
 #: Attention of a network while it is made: some classes know only transformers' own kinds then.
 _FIRST = "eager"
 
@@ -410,6 +411,15 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _tokenizer(found: ModelFiles) -> Any:
+    """That of the adapter, if it has one, else that of the model, with the adapter's template."""
+    if found.adapter is not None:
+        own = _tokenizer(found.of_adapter)
+        if own is not None:
+            return own
+        words, template = _tokenizer(replace(found, adapter=None)), found.adapter / _TEMPLATE
+        if words is not None and template.is_file():
+            words.chat_template = template.read_text()
+        return words
     in_folder = Path(found.name).is_dir()
     if in_folder and found.gguf is None and lacks_tokenizer(found):
         return None

@@ -41,7 +41,7 @@ _BUNDLED = {TINY: TINY_FOLDER, TINY_HOPS: TINY_FOLDER.with_name("keyhole-hops")}
 
 
 def named(model: object) -> str:
-    """A folder or hub id as text; a bundled model's folder for its name.
+    """A folder or hub id as text; a bundled model's folder for its name, which is no `Path`.
 
     ConfigError for an invalid name: None, empty text, an object.
     """
@@ -51,6 +51,8 @@ def named(model: object) -> str:
             f"model {what} names no model: give a folder, a hub id such as "
             f"'meta-llama/Llama-3.2-1B', or {TINY!r} for the bundled demonstration model"
         )
+    if isinstance(model, Path) and str(model) in _BUNDLED:
+        return f"./{model}"  # pathlib has dropped the "./" that a user wrote
     return str(_BUNDLED.get(str(model), model))
 
 
@@ -67,6 +69,8 @@ def is_tiny(model: str | Path) -> bool:
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
+#: A model's own weights, or the index of them.
+_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
 #: Every tokenizer has at least one of them.
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model")
 
@@ -138,6 +142,13 @@ class ModelFiles:
         return self.name if self.gguf is None else str(self.config)
 
     @property
+    def of_adapter(self) -> ModelFiles:
+        """The folder of the adapter, which may have a tokenizer of its own."""
+        assert self.adapter is not None
+        name, config = str(self.adapter), self.adapter / _CONFIG
+        return replace(self, name=name, config=config, gguf=None, adapter=None)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments of every `from_pretrained` of transformers; it would ask about remote code."""
         found: dict[str, Any] = {
@@ -191,11 +202,13 @@ def _located(name: str, origin: Origin) -> ModelFiles:
             files = ", ".join(path.name for path in ggufs)
             raise ModelError(f"folder {name!r} holds several GGUF files: name one of {files}")
         return _in_gguf(ggufs[0])
-    if not (folder / _CONFIG).is_file():
-        if not (folder / ADAPTER).is_file():
-            raise ModelError(f"folder {name!r} holds no model: it has no {_CONFIG}")
+    has_config, has_adapter = ((folder / file).is_file() for file in (_CONFIG, ADAPTER))
+    # A training may leave the config of the model beside the adapter.
+    if has_adapter and not (has_config and any(map(any, map(folder.glob, _WEIGHTS)))):
         return _base_of(folder, replace(origin, revision=None, subfolder=None))
-    return ModelFiles(name, folder / _CONFIG, None, (folder / ADAPTER).is_file())
+    if not has_config:
+        raise ModelError(f"folder {name!r} holds no model: it has no {_CONFIG}")
+    return ModelFiles(name, folder / _CONFIG, None, has_adapter)
 
 
 def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
@@ -207,6 +220,8 @@ def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
         raise ModelError(
             f"{str(path)!r} names no model that the adapter is for: {one_line(error)}"
         ) from error
+    if base == str(adapter):
+        raise ModelError(f"{str(path)!r} names its own folder as the model that it is for")
     try:
         found = locate(base, origin)
     except (ConfigError, ModelError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keyhole.cache.layout import Geometry
 from keyhole.errors import ConfigError, ModelError
@@ -91,8 +91,7 @@ class Model:
 
     def watch(self, layers: tuple[int, ...]) -> None:
         """Makes every forward pass store the inputs of these layers in its batch."""
-        base = self.network.base_model
-        blocks = base.layers if hasattr(base, "layers") else base.h
+        _, blocks = decoder_layers(self.network)
         for layer in set(layers) - self.watched.keys():
             if not 0 <= layer < len(blocks):
                 raise ConfigError(f"feature layer {layer} must be from 0 to {len(blocks) - 1}")
@@ -132,6 +131,15 @@ class Model:
         return logits
 
 
+def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
+    """The name of the list of decoder layers, which families call differently, and the list."""
+    base, depth = network.base_model, int(network.config.num_hidden_layers)
+    usual = getattr(base, "layers", getattr(base, "h", None))
+    lists = [(name, m) for name, m in network.named_modules() if isinstance(m, nn.ModuleList)]
+    found = (one for one in lists if (len(one[1]) == depth if usual is None else one[1] is usual))
+    return next(found)
+
+
 def _require_every_layer(batch: Batch, family: str) -> None:
     """ModelError unless each layer has called our attention function."""
     called, layers = len(batch.reads), len(batch.cache.geometry.layers)
@@ -146,6 +154,9 @@ def _require_every_layer(batch: Batch, family: str) -> None:
 def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Stores a decoder layer's input in the batch."""
     batch = named.get("keyhole")
+    if batch is None:  # some families drop the keyword before their layers
+        caches = (one for one in (*given, *named.values()) if isinstance(one, PassThrough))
+        batch = next((cache.batch for cache in caches), None)
     if batch is not None:  # the network may also run without Keyhole
         hidden = given[0] if given else named["hidden_states"]
         batch.hidden[layer] = hidden[0]

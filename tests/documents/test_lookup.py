@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from keyhole.documents.reader import DocumentLookup
+from keyhole.documents.remote import open_storage
+from keyhole.documents.source import file_of
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import ConfigError, UnknownNameError
 from tests.documents.records import MODEL, make_record, same, user_cache
@@ -53,6 +55,18 @@ def test_documents_that_are_added_later_are_found(place: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest(place: str) -> None:
     DocumentStore(place, MODEL).add("handbook", "its text", make_record())
+    with pytest.raises(UnknownNameError, match="did you mean 'handbook'"):
+        DocumentLookup(place, MODEL).digest("handbok")
+
+
+def test_an_unknown_name_is_refused_beside_a_damaged_document(place: str) -> None:
+    """The damaged document's error was raised instead, as if it had been asked for."""
+    store = DocumentStore(place, MODEL)
+    store.add("handbook", "its text", make_record())
+    store.add("leaflet", "another text", make_record(1))
+    storage = open_storage(place)
+    path = f"documents/{file_of('leaflet')}"
+    storage.stage(path, [storage.read(path).replace(b"leaflet", b"leaf1et")]).commit()
     with pytest.raises(UnknownNameError, match="did you mean 'handbook'"):
         DocumentLookup(place, MODEL).digest("handbok")
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from keyhole.documents.storage import LocalStorage
 from keyhole.documents.store import DocumentStore
 from keyhole.errors import CapacityError, UnknownNameError
 from tests.documents.records import MODEL, make_record, same, user_cache
@@ -185,6 +186,25 @@ def test_a_part_stays_as_long_as_its_writer_lives(others: list[Process], tmp_pat
     others[1].end()
     DocumentStore(tmp_path, MODEL)
     assert len(list((tmp_path / "parts").iterdir())) == 0
+
+
+def test_a_file_that_goes_while_it_is_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes it between its name and its size: FileNotFoundError."""
+    place, scan = LocalStorage(tmp_path), os.scandir
+    for name in ("a", "b"):
+        (tmp_path / "records" / name).write_bytes(b"x")
+
+    @contextmanager
+    def one_goes(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(folder) as entries:
+            found = list(entries)
+        (folder / "a").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", one_goes)
+    assert list(place.files("records")) == ["b"]
 
 
 def test_being_killed_loses_nothing(others: list[Process], tmp_path: Path) -> None:

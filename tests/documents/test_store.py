@@ -50,6 +50,14 @@ def test_token_ids_are_a_source(store: DocumentStore) -> None:
     assert store.verify() == []
 
 
+def test_token_ids_beyond_64_bits_are_refused(store: DocumentStore) -> None:
+    """They ended in an OverflowError."""
+    with pytest.raises(ConfigError, match=r"token id 9223372036854775808 of a document must be"):
+        store.add("ids", [5, 2**63], make_record())
+    store.add("ids", [5, 2**63 - 1], make_record())
+    assert store.source("ids") == [5, 2**63 - 1]
+
+
 def test_a_text_is_readable_without_a_program(tmp_path: Path) -> None:
     DocumentStore(tmp_path, MODEL).add("x", "one\ntwo\n", make_record())
     [file] = (tmp_path / "documents").iterdir()

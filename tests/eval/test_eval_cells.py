@@ -12,6 +12,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.comparisons import compared, controls_table
 from keyhole.eval.line_file import EvalOutcome, LineFile
 from keyhole.eval.methods import FULL, GIVEN, Budget, Equal, Method, Published, Terms, under_budgets
+from keyhole.eval.paper.verdicts import policy_verdicts
 from keyhole.eval.run import EvalGrid, Evaluation
 from keyhole.eval.suite import HELD_OUT, sibling, tune
 from keyhole.eval.workload import MakeEngine, Shown, Workload
@@ -39,7 +40,8 @@ class Counted(Workload):
         self.asked.append(policy)
         right = {"full": samples, "oracle": samples, "quest": samples - 1, "random": 0}
         scores = [float(n < right.get(policy.name, 1)) for n in range(samples)]
-        return {"score": sum(scores) / samples, "scores": scores, "bytes_per_step": 4096.0}
+        read = {"bytes_per_step": 4096.0, "read_share": 0.25}
+        return {"score": sum(scores) / samples, "scores": scores, **read}
 
     def shown(self, length: int, setup: str) -> Shown:
         raise AssertionError("no maps are wanted")
@@ -126,6 +128,22 @@ def test_one_measurement_serves_as_method_and_as_control(model: Model, tmp_path:
     (comparison,) = [one for one in compared(found.lines) if one is not None]
     assert comparison.gain is None
     assert comparison.controls == {"random": 0, "oracle": 1}
+
+
+def test_a_line_of_another_label_is_stored_under_this_one(model: Model, tmp_path: Path) -> None:
+    """The suite `paper` looks lines up by label, and dropped the verdict of such a method."""
+    work, path = Counted(), tmp_path / "a"
+    run(model, path, work, "quest")
+    other = '"method": "quest:token_budget=64"'
+    path.write_text(path.read_text().replace('"method": "quest"', other))
+    found = run(model, path, work, "quest")
+    assert (found.stored, len(work.asked)) == (5, 5)
+    assert [line["method"] for line in found.lines][:2] == ["full", "quest"]
+    methods = under_budgets(named("quest"), [Budget.parse("64")])
+    (verdict,) = policy_verdicts(found.lines, (), methods, 16)
+    assert verdict.found is not None
+    assert run(model, path, work, "quest").lines == found.lines
+    assert len(LineFile(path).lines) == 6
 
 
 def test_terms_are_kept_apart(model: Model, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from keyhole import kernels
 from keyhole.models.batch import Batch, Chunk
-from keyhole.models.model import Model
+from keyhole.models.model import Model, decoder_layers
 from keyhole.policies.base import SequenceRows, Step
 
 HOME, OTHER = torch.device("cpu:0"), torch.device("cpu:1")
@@ -141,7 +141,7 @@ def _sent(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def _mark_model(found: Places, model: Model) -> None:
-    blocks = model.network.base_model.layers
+    _, blocks = decoder_layers(model.network)
     devices = model.layer_devices or [HOME] * len(blocks)
     for tensor in [*model.network.parameters(), *model.network.buffers()]:
         found.mark(tensor, HOME)

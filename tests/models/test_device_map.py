@@ -11,12 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from keyhole import LLM, CapacityError, ConfigError, SamplingParams
 from keyhole.models import device_map
+from keyhole.models.batch import Batch
 from keyhole.models.device_map import spread
 from keyhole.models.loading import load
+from keyhole.models.model import decoder_layers
+from keyhole.models.shrink import random_model, shrink
 from keyhole.retrieval.draft_files import DRAFT_FOLDER
 from tests.checkpoints import make_model
 from tests.models.conftest import HOME, OTHER, SPLIT, Places
@@ -63,6 +66,28 @@ def test_two_devices_compute_what_one_does(
     found = logits_of(split)
     assert places.sent > 0
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["opt", "mpt", "dbrx", "llama4_text"])
+def test_layers_are_found_under_the_name_of_the_family(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Where they were neither `layers` nor `h`: AttributeError, and no hidden states for drafts."""
+    heads = {"kv_n_heads": 4, "rope_theta": 5e5, "clip_qkv": 2}  # its default config is no model
+    given = {"attn_config": heads} if family == "dbrx" else {}
+    network = random_model(shrink(CONFIG_MAPPING[family](**given)))
+    network.save_pretrained(tmp_path)
+    prefix, blocks = decoder_layers(network)
+    wanted = logits_of(LLM(tmp_path, device="cpu", page_size=8))
+    llm = LLM(tmp_path, device_map={"": "cpu:0", f"{prefix}.1": "cpu:1"}, page_size=8)
+    hidden: list[Any] = []
+    gather = Batch.gather
+    monkeypatch.setattr(Batch, "gather", lambda b: (gather(b), hidden.append(b.hidden)))
+    llm.engine.model.watch((0, len(blocks) - 1))
+    found = logits_of(llm)
+    assert places.sent > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert {*hidden[0]} == {0, len(blocks) - 1}
 
 
 @pytest.mark.one_in(2)

@@ -241,6 +241,23 @@ def test_its_words_are_read_too(make: Callable[[str], Path]) -> None:
     assert llm.engine.model.eos_token_ids == {2}
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_ends_of_turns_and_messages_end_an_answer(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Llama 3's files name the end of the text as eos, so that answers of a chat did not end."""
+
+    class Writer(GGUFWriter):
+        def write_header_to_file(self, *args: Any, **named: Any) -> None:
+            self.add_eot_token_id(7)
+            self.add_eom_token_id(9)
+            super().write_header_to_file(*args, **named)
+
+    monkeypatch.setitem(write.__globals__, "GGUFWriter", Writer)
+    write(original, tmp_path / "ends.gguf", kind)
+    assert load(tmp_path / "ends.gguf", "cpu").eos_token_ids == {2, 7, 9}
+
+
 def test_a_folder_with_one_file_is_that_file(make: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "a.gguf").symlink_to(make("F32"))
     assert locate(tmp_path) == locate(tmp_path / "a.gguf")

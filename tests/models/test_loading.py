@@ -140,6 +140,18 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+def test_a_pointer_to_weights_of_pytorch_is_named(checkpoint: Path) -> None:
+    """The advice was to load it without `weights_only`."""
+    (checkpoint / "model.safetensors").unlink()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (checkpoint / "pytorch_model.bin").write_text(pointer)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pointer of Git LFS: run `git l"):
+        load(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"noise")
+    with pytest.raises(ModelError, match=r"cannot be loaded: (?!pytorch_model)"):
+        load(checkpoint)
+
+
 def test_scales_that_no_config_explains_are_refused(checkpoint: Path) -> None:
     """Weights in FP8 were taken for plain numbers, without their scales: texts were nonsense."""
     weights = load_file(checkpoint / "model.safetensors")

@@ -35,7 +35,7 @@ def test_the_bundled_model_has_one_name_and_says_once_what_it_is(
 ) -> None:
     loading._say_it_is_a_demonstration.cache_clear()
     with caplog.at_level(logging.WARNING, "keyhole"):
-        names = {load(name, "cpu").name for name in ("tiny", keyhole.tiny(), Path("tiny"))}
+        names = {load(name, "cpu").name for name in ("tiny", keyhole.tiny(), Path(keyhole.tiny()))}
     assert names == {"keyhole-tiny"}
     (line,) = caplog.messages
     assert "a demonstration model: it reads the little language of its tasks" in line
@@ -43,6 +43,21 @@ def test_the_bundled_model_has_one_name_and_says_once_what_it_is(
     assert is_tiny("tiny")
     assert is_tiny("tiny-hops")
     assert not is_tiny("nowhere/tiny")
+
+
+def test_a_path_is_never_the_bundled_model(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path("./tiny") was taken as the name of the bundled model."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ModelError, match=r"unknown model '\./tiny': it is not a folder"):
+        load(Path("./tiny"), "cpu")
+    path.rename("tiny")
+    assert not is_tiny(Path("tiny"))
+    loaded = load(Path("./tiny"), "cpu", tokenizer=Path("./tiny"))
+    assert (loaded.name, loaded.network.config.model_type) == ("tiny", "llama")
+    assert load("tiny", "cpu").name == "keyhole-tiny"
 
 
 def test_a_model_of_ones_own_says_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:

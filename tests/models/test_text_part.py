@@ -164,9 +164,17 @@ def test_names_of_weights_as_released(tmp_path: Path) -> None:
     )
 
 
-def test_its_plan_counts_the_language_model_only(tmp_path: Path) -> None:
-    network = whole("gemma3")
+@pytest.mark.parametrize(("family", "is_flat"), [("gemma3", False), ("qwen2_5_vl", True)])
+def test_its_plan_counts_the_language_model_only(
+    tmp_path: Path, family: str, is_flat: bool
+) -> None:
+    """In a flat config, as Qwen2.5-VL was released with, the vision model was counted, too."""
+    network = whole(family)
     network.save_pretrained(tmp_path)
+    if is_flat:
+        path = tmp_path / "config.json"
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps(fields.pop("text_config") | fields))
     planned = read(tmp_path, build=build)
     assert len(planned.layers) == 3
     parts = (network.model.language_model, network.lm_head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -236,6 +237,14 @@ def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
         Distiller(network, Texts(), fewer)
     with pytest.raises(ConfigError, match=r"feature_layers \(1, 4\) must be layers of 0 to 3"):
         Distiller(network, Texts(), TrainingConfig(feature_layers=(1, 4)))
+
+
+def test_steps_beyond_the_shortest_text_are_refused(network: Any) -> None:
+    """The loss was NaN, as of weights that had run away."""
+    with pytest.raises(ConfigError, match="unroll_steps 64 must be below 64, the tokens of"):
+        TrainingConfig(objective="eagle", unroll_steps=64)
+    longest = TrainingConfig(objective="eagle", unroll_steps=63, length=64, batch_tokens=64)
+    assert math.isfinite(Distiller(network, Texts(), longest).train_step().loss)
 
 
 def test_the_rate_rises_and_falls() -> None:

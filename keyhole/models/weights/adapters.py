@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.import_utils import is_peft_available
 
 from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
 from keyhole.models.modules.sequence_adapters import AdapterMatrices
+
+#: Before the name of every module in an adapter's file.
+_ROOT = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class Adapters:
 
 def merged(network: Any, adapter: Path, base: str) -> Any:
     """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
-    _untie(network)
     adapted = _adapted(network, adapter, base)
     try:
         return adapted.merge_and_unload()
@@ -45,15 +47,65 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
         ) from error
 
 
-def _untie(network: Any) -> None:
+def _untie(network: Any) -> bool:
     """Gives a tied output layer weights of its own: an adapter may change one of the two.
 
-    peft adds to a weight in place, so that both would have changed.
+    peft adds to a weight in place, so that both would have changed. Returns whether it was tied.
     """
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        network.config.tie_word_embeddings = False
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    network.config.tie_word_embeddings = False
+    return True
+
+
+def _with_embeddings(
+    network: Any, weights: dict[str, Tensor], adapter: Path, *, was_tied: bool
+) -> dict[str, Tensor]:
+    """An adapter's weights as peft reads them; the network gets its number of tokens.
+
+    peft stores the embedding and the output layer whole where a training has added tokens, and
+    those of `modules_to_save` then three times, of which it reads one.
+    """
+    kept = {name: weight for name, weight in weights.items() if not _is_copy(name, weights)}
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if head is None:
+        return kept
+    found = {module: f"{_ROOT}{name}." for name, module in network.named_modules()}
+    places = found[embedding], found[head]
+    if head.weight is embedding.weight:  # what is trained of one of them is of both
+        kept = {n: w for n, w in kept.items() if not n.startswith(f"{places[1]}token_adapter.")}
+    elif was_tied:
+        for place, other in (places, places[::-1]):
+            base = kept.get(f"{place}base_layer.weight")
+            if base is not None and not _whole(kept, other):
+                is_adapted = any(name.startswith(f"{other}lora_") for name in kept)
+                kept[other + ("base_layer.weight" if is_adapted else "weight")] = base
+    sizes = [[len(weight) for weight in _whole(kept, place)] for place in places]
+    before, rows = len(embedding.weight), max(map(max, filter(None, sizes)), default=None)
+    if rows is None or rows == before:
+        return kept
+    if rows > before and not all(sizes) and head.weight is not embedding.weight:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} has {rows - before} tokens that its base lacks, and "
+            "either no embedding or no output layer for them; save it again with "
+            "save_embedding_layers=True"
+        )
+    network.resize_token_embeddings(rows, mean_resizing=False)
+    return kept
+
+
+def _is_copy(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a weight is one of those that peft stores beside the one that it reads."""
+    module, _, copied = name.removesuffix(".weight").rpartition(".")
+    return copied in ("modules_to_save", "original_module") and f"{module}.weight" in weights
+
+
+def _whole(weights: Mapping[str, Tensor], place: str) -> list[Tensor]:
+    """The whole matrices, not low-rank ones, that an adapter has of the module at a place."""
+    names = (name for name in weights if name.startswith(place) and name.endswith(".weight"))
+    return [weights[name] for name in names if ".lora_" not in name]
 
 
 def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) -> Adapters:
@@ -128,6 +180,18 @@ def _require_plain(config: Any, folder: Path) -> None:
         raise _unsuitable(folder, f"it changes biases (bias={config.bias!r})")
 
 
+def _low_rank(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """An adapter's low-rank parts; ModelError if it has weights in place of the network's.
+
+    They would be there for all requests. Those of a layer that it adapts are the network's own.
+    """
+    kept = {name: weight for name, weight in weights.items() if ".base_layer." not in name}
+    other = next((name for name in sorted(kept) if ".lora_" not in name), None)
+    if other is not None:
+        raise _unsuitable(folder, f"it has {other.removeprefix(_ROOT)} besides low-rank products")
+    return kept
+
+
 def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
     """ModelError for a layer that does not compute one row for every token of a step."""
     kind = type(layer.get_base_layer())
@@ -161,9 +225,14 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
                 f"the adapter {str(adapter)!r} is of the kind {kind}, which "
                 "cannot be merged into weights; LORA can"
             )
+        weights = peft.load_peft_weights(str(adapter), device="cpu")
         if alone:
             _require_plain(config, adapter)
-        weights = peft.load_peft_weights(str(adapter), device="cpu")
+            weights = _low_rank(weights, adapter)
+        else:
+            # Tokens that are trained alone are those of both of two tied layers.
+            was_tied = not config.trainable_token_indices and _untie(network)
+            weights = _with_embeddings(network, weights, adapter, was_tied=was_tied)
         adapted = peft.get_peft_model(network, config)
         report: Any = peft.set_peft_model_state_dict(adapted, weights)
     except ModelError:

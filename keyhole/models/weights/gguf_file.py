@@ -54,6 +54,8 @@ _EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+#: Tokens besides the end of the text that end an answer, as in llama.cpp: of a turn, of a message.
+_END_TOKENS = ("eot_token_id", "eom_token_id")
 #: The parameters of a kept weight.
 _PARTS = BlockWeight._fields[:3]
 
@@ -74,18 +76,29 @@ def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
 
 
 def complete(config: Any, path: Path) -> None:
-    """Sets what transformers does not read of a file, in place: sizes of experts, scaled RoPE.
+    """Sets what transformers does not read of a file, in place: experts' sizes, RoPE, end tokens.
 
     It takes the family's defaults, those of one model, and could not load another.
     """
     reader = open_file(path)
     gguf_rope.scale(config, reader, _architecture(reader), str(path))
+    _add_end_tokens(config, reader)
     if not hasattr(config, "moe_intermediate_size"):
         return
     for field, name in _EXPERT_SIZES.items():
         found = read_field(reader, f"{_architecture(reader)}.{field}")
         if found:
             setattr(config, name, int(found[0]))
+
+
+def _add_end_tokens(config: Any, reader: Any) -> None:
+    """Adds the end tokens of a file that transformers does not read to those of the config."""
+    fields = (read_field(reader, f"tokenizer.ggml.{name}") for name in _END_TOKENS)
+    more = [int(found[0]) for found in fields if found]
+    known = getattr(config, "eos_token_id", None)
+    known = known if isinstance(known, list) else [known]
+    if more:
+        config.eos_token_id = [one for one in dict.fromkeys([*known, *more]) if one is not None]
 
 
 def keeps_blocks(found: ModelFiles, config: Any) -> bool:

@@ -79,6 +79,8 @@ class TrainingConfig:
         for name, known in (("objective", OBJECTIVES), ("inputs", INPUTS)):
             require_known(name, getattr(self, name), known)
         require_counts(self, "tokens", "batch_tokens", "num_queries", "unroll_steps", "block_size")
+        right = f"below {SHORTEST}, the tokens of the shortest text"
+        require(self.unroll_steps < SHORTEST, "unroll_steps", self.unroll_steps, right)
         require_counts(self, "seed", least=0)
         if self.objective == "selection" and self.start is None:
             raise ConfigError("--objective selection requires --start, the folder of a head")

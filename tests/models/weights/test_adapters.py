@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from keyhole import LLM, SamplingParams
 from keyhole.errors import ModelError
 from keyhole.eval.verify import verify
 from keyhole.models.loading import load
-from tests.checkpoints import make_model
+from keyhole.models.locate import locate
+from tests.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE, make_model, make_tokenizer
 from tests.models.verified import failed
 
 peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
@@ -27,6 +29,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # peft has its own
 WEIGHTS = "adapter_model.safetensors"
 PROMPT = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def lora(*modules: str, **settings: Any) -> Any:
+    """The config of an adapter; `settings` has the last word."""
+    fields = {"r": 4, "target_modules": [*modules], "task_type": "CAUSAL_LM"} | settings
+    return peft.LoraConfig(**fields)
 
 
 @pytest.fixture
@@ -68,6 +76,89 @@ def test_an_adapter_alone_is_merged_into_its_model(folders: dict[str, Path]) -> 
     wanted = LLM(folders["merged"], device="cpu").generate(PROMPT, PARAMS)
     assert LLM(found).generate(PROMPT, PARAMS).token_ids == wanted.token_ids
     assert failed(found) == []
+
+
+def test_an_adapter_brings_its_tokenizer_or_template(tmp_path: Path) -> None:
+    """Those of the base were taken: added tokens were split, chats had another form."""
+    base = make_model("llama", tmp_path, tokenizer=True)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(network, lora("q_proj")).save_pretrained(adapter)
+    assert load(adapter, "cpu").tokenizer.chat_template == CHAT_TEMPLATE
+    (adapter / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    message = [{"role": "user", "content": "Hello"}]
+    found = load(adapter, "cpu").tokenizer
+    assert found.apply_chat_template(message, tokenize=False) == "Hello!"
+    own = make_tokenizer()
+    own.add_tokens(["<call>"])
+    own.save_pretrained(adapter)
+    found = load(adapter, "cpu").tokenizer
+    assert found.convert_tokens_to_ids("<call>") == own.convert_tokens_to_ids("<call>")
+    assert found.apply_chat_template(message, tokenize=False) != "Hello!"
+
+
+def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> None:
+    """A training leaves it there; the weights of the model were missed."""
+    adapter = folders["adapter"]
+    shutil.copy(folders["base"] / "config.json", adapter)
+    torch.save({}, adapter / "training_args.bin")
+    assert locate(adapter).adapter == adapter
+    wanted = LLM(folders["merged"], device="cpu").generate(PROMPT, PARAMS)
+    assert LLM(adapter, device="cpu").generate(PROMPT, PARAMS).token_ids == wanted.token_ids
+    config = adapter / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": str(adapter)}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="names its own folder as the model that it is for"):
+        locate(adapter)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [VOCAB_SIZE, VOCAB_SIZE + 1]},
+    ],
+    ids=str,
+)
+def test_added_tokens_have_their_embeddings(
+    tmp_path: Path, settings: dict[str, Any], is_tied: bool
+) -> None:
+    """Embeddings that peft stores whole did not fit the model."""
+    base = make_model("llama", tmp_path, tie_word_embeddings=is_tied)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    network.resize_token_embeddings(VOCAB_SIZE + 2)
+    adapted = peft.get_peft_model(network, lora("q_proj", **settings)).eval()
+    torch.manual_seed(0)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    prompt = [5, VOCAB_SIZE, 7, VOCAB_SIZE + 1, 9]
+    with torch.no_grad():
+        wanted = adapted(torch.tensor([prompt])).logits[0, -1]
+    llm = LLM(tmp_path / "adapter", device="cpu")
+    request = llm.engine.add(prompt, PARAMS, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert len(request.logits[0]) == VOCAB_SIZE + 2
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_added_tokens_without_an_output_layer_are_refused(tmp_path: Path, is_tied: bool) -> None:
+    """Where the two layers are tied, one of them is enough."""
+    base = make_model("llama", tmp_path, tie_word_embeddings=is_tied)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    network.resize_token_embeddings(VOCAB_SIZE + 2)
+    peft.get_peft_model(network, lora("embed_tokens")).save_pretrained(tmp_path / "adapter")
+    if is_tied:
+        assert load(tmp_path / "adapter", "cpu").vocab_size == VOCAB_SIZE + 2
+        return
+    with pytest.raises(ModelError, match="has 2 tokens that its base lacks, and either no embed"):
+        load(tmp_path / "adapter", "cpu")
 
 
 def test_an_adapter_of_another_base_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -269,6 +269,22 @@ def test_a_refused_adapter_leaves_a_loaded_network_as_it_was(
     assert all(torch.equal(weight, before[name]) for name, weight in own.state_dict().items())
 
 
+def test_stored_embeddings_are_refused_and_change_nothing(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """They took the place of the model's own, for all requests."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    adapter = peft.get_peft_model(network, config)
+    with torch.no_grad():
+        network.model.embed_tokens.weight.zero_()
+    adapter.save_pretrained(tmp_path, save_embedding_layers=True)
+    own = AutoModelForCausalLM.from_pretrained(folders["base"])
+    with pytest.raises(ModelError, match=r"it has lm_head\.weight besides low-rank products"):
+        LLM(own, adapters={"more": tmp_path})
+    assert own.model.embed_tokens.weight.any()
+
+
 def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     other = make_model("llama", tmp_path, hidden_size=24)
     with pytest.raises(ModelError, match="does not fit the model"):
