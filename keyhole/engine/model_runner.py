@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +37,22 @@ from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
 from keyhole.policies.prefill.base import PrefillPolicy
 from keyhole.retrieval.gate import SeerGate
+
+
+class _Ahead(NamedTuple):
+    """The inputs of a step, made before the step."""
+
+    rows: list[Sequence]
+    pages: list[array[int]]
+    inputs: DecodeInputs
+
+    def is_of(self, rows: list[Sequence]) -> bool:
+        """Whether these are the rows, with the same lists of pages, one token further."""
+        return (
+            self.rows == rows
+            and all(s.pages is pages for s, pages in zip(rows, self.pages, strict=True))
+            and self.inputs.position.tolist() == [s.num_computed for s in rows]
+        )
 
 
 class Runner:
@@ -100,6 +118,8 @@ class Runner:
             )
         # Of a step with proposed tokens: its recurrent states, and what each sequence had computed.
         self._unverified: tuple[RecurrentStep, list[tuple[Sequence, int]]] | None = None
+        # Of the next step, if its rows are those of the last one.
+        self._ahead: _Ahead | None = None
         # Of the last step: the page that each sequence evicts, which are due, and the sequences.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
@@ -134,7 +154,9 @@ class Runner:
         if inputs is not None and self._recorded is not None and self._is_plain(plan):
             outputs = self._recorded.run(inputs, decoded)
             if outputs is not None:
-                return self._finished(plan, inputs, outputs, wanted)
+                found = self._finished(plan, inputs, outputs, wanted)
+                self._look_ahead(plan, self._recorded)
+                return found
         spans = [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
         tokens = _join([decoded, *(np.asarray(s.tokens[start:end]) for s, start, end in spans)])
         starts = [] if inputs is None else [inputs.position]
@@ -212,10 +234,12 @@ class Runner:
     def renumber(self) -> None:
         """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
         self._table.renumber()
+        self._ahead = None
 
     def cut(self, sequence: Sequence) -> None:
         """The last pages of a sequence's list were removed. Between steps."""
         self._table.cut(sequence)
+        self._ahead = None
 
     def evict(self) -> None:
         """Frees the pages that the policy gives up, once the host has waited for the step anyway.
@@ -239,7 +263,8 @@ class Runner:
         if not plan.decodes:
             return None
         rows = plan.rows
-        inputs = inputs_of(rows, self._cache.page_size, self._table, self._state, self._eviction)
+        ahead, self._ahead = self._ahead, None
+        inputs = ahead.inputs if ahead and ahead.is_of(rows) else self._inputs_of(rows)
         if self._prefetcher is not None:
             for sequence, new in zip(rows, inputs.fresh.tolist(), strict=True):
                 if new:
@@ -247,6 +272,21 @@ class Runner:
         if self._head_runner is not None:
             self._head_runner.check(int(inputs.position.max()) + 1)
         return inputs
+
+    def _inputs_of(self, rows: list[Sequence]) -> DecodeInputs:
+        return inputs_of(rows, self._cache.page_size, self._table, self._state, self._eviction)
+
+    def _look_ahead(self, plan: SchedulerOutput, recorded: CudaGraphRunner) -> None:
+        """Prepares the next step while the device computes this one, in case its rows are the same.
+
+        Not where pages are evicted, which is known after the step, nor where a page is missing.
+        """
+        rows, size = [*plan.decodes], self._cache.page_size
+        if self._eviction is not None or plan.drafts:
+            return
+        if all(len(sequence.pages) * size > sequence.num_computed for sequence in rows):
+            self._ahead = _Ahead(rows, [s.pages for s in rows], self._inputs_of(rows))
+            recorded.look_ahead(self._ahead.inputs)
 
     def _begin(
         self,

@@ -8,6 +8,7 @@ a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 
@@ -21,22 +22,45 @@ from keyhole.grammar import GrammarState, allowed
 #: Tokens of a row, and what is added to their scores.
 _Change = tuple[int, Several[int], Several[float]]
 
+#: Parts of a row, at most, whose largest scores a GPU seeks in parallel.
+_PARTS = 256
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """The next token of each sequence, int64 [B]; logits [B, vocabulary] of any float dtype."""
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score of each row and its first place, [B] each; NaN is the largest.
+
+    A GPU reduces parts of a row in parallel, and then their results: a row is one program to torch.
+    """
+    num_rows, width = logits.shape
+    parts = _parts(logits)
+    largest, place = logits.reshape(num_rows, parts, -1).max(-1)
+    largest, part = largest.max(-1)
+    return largest, place.gather(1, part[:, None])[:, 0] + part * (width // parts)
+
+
+def _parts(logits: Tensor) -> int:
+    return math.gcd(logits.shape[1], _PARTS) if logits.is_cuda else 1
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """The next token of each sequence, int64 [B], and the largest score of each row.
+
+    logits: [B, vocabulary], of any float dtype; the scores are of these, before they are changed.
+    """
+    largest, first = best(logits)
     bound = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
     changed = [(i, s) for i, s in enumerate(sequences) if s.changes_scores]
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature]
     if bound:
         logits = _constrain(logits.float(), bound)
-    if not changed and not drawing:
-        return logits.argmax(-1)
+    if not bound and not changed and not drawing:
+        return first, largest
     logits = _change(logits.float(), changed) if changed else logits.float()
     tokens = logits.argmax(-1)
     if drawing:
         rows = _send(drawing, logits)
         tokens[rows] = _draw(logits[rows], [sequences[i] for i in drawing])
-    return tokens
+    return tokens, largest
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:

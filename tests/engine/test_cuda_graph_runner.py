@@ -6,6 +6,7 @@ Here a recording is run again over its fixed inputs (`RunAgain`); tests/gpu has 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +225,22 @@ def test_a_recording_reads_its_fixed_inputs_alone(
 ) -> None:
     """Numbers of the host that are spoilt after recording change nothing."""
     pair = Pair(monkeypatch, model, Quest(token_budget=20))
-    load_inputs = GraphBuffers.load
+    load_inputs, send_inputs = GraphBuffers.load, GraphBuffers.send
 
-    def spoilt(inputs: GraphBuffers, arrays: dict[str, np.ndarray]) -> None:
-        load_inputs(inputs, arrays)
-        for array in [*arrays.values(), *inputs._arrays.values()]:
+    def spoil(arrays: Iterable[np.ndarray]) -> None:
+        for array in arrays:
             array.fill(1 << 20 if array.dtype != bool else 1)
 
-    monkeypatch.setattr(GraphBuffers, "load", spoilt)
+    def load(inputs: GraphBuffers, arrays: dict[str, np.ndarray]) -> None:
+        load_inputs(inputs, arrays)
+        spoil(arrays.values())
+
+    def send(inputs: GraphBuffers) -> None:
+        send_inputs(inputs)
+        spoil(inputs._arrays.values())
+
+    monkeypatch.setattr(GraphBuffers, "load", load)
+    monkeypatch.setattr(GraphBuffers, "send", send)
     pair.run(((0, 3, 30), (2, 40, 20)))
 
 

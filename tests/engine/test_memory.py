@@ -333,7 +333,7 @@ def test_sampling_holds_no_more_than_is_planned(name: str, dtype: torch.dtype) -
     about = {"requests": rows, "token_budget": BUDGET, "prefill_chunk": 1}
     planned = memory_model(geometry, size, **about).terms(0, 0)["requests"]
     with PeakBytes() as sampled:
-        tokens = sample(logits, sequences)
+        tokens, _ = sample(logits, sequences)
     with PeakBytes() as listed:
         top_logprobs(logits, tokens, 5)
     assert logits.nbytes + max(sampled.most, listed.most) <= planned

@@ -23,6 +23,7 @@ from transformers import (
 
 from keyhole import LLM, AsyncLLM, ConfigError, Quest, RequestError, SamplingParams
 from keyhole.config import EngineConfig
+from keyhole.engine import sampler
 from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
 from keyhole.policies import available_policies, make_policy
@@ -60,7 +61,7 @@ def test_frequencies_are_those_of_the_filtered_distribution_of_transformers(sett
     wanted = wanted.softmax(-1)[0]
 
     one = sequence(seed=5, **settings)
-    drawn = sample(logits.expand(DRAWS, -1), [one] * DRAWS)
+    drawn, _ = sample(logits.expand(DRAWS, -1), [one] * DRAWS)
     found = torch.bincount(drawn, minlength=VOCAB) / DRAWS
     assert (found[wanted == 0] == 0).all()
     # Four standard deviations of a binomial share.
@@ -109,7 +110,7 @@ def test_bias_penalties_and_bad_words_are_those_of_a_plain_computation() -> None
         assert row.changes_scores == (i > 0)
     changing = list(enumerate(rows))
     torch.testing.assert_close(_change(logits, changing), wanted)
-    assert sample(logits, rows).tolist() == wanted.argmax(-1).tolist()
+    assert sample(logits, rows)[0].tolist() == wanted.argmax(-1).tolist()
     assert torch.equal(logits, before)  # others look at them afterwards
 
 
@@ -216,7 +217,7 @@ def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, checkpoint
 def test_the_smallest_settings_leave_the_most_likely_token(settings: dict[str, float]) -> None:
     logits = 5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
     one = sequence(**{"temperature": 1.0} | settings)
-    assert all(sample(logits, [one])[0] == logits.argmax() for _ in range(20))
+    assert all(sample(logits, [one])[0][0] == logits.argmax() for _ in range(20))
 
 
 @pytest.mark.parametrize("top_k", [1, 5, VOCAB])
@@ -231,13 +232,13 @@ def test_the_largest_random_number_is_the_last_token_that_may_follow(top_k: int)
     one = sequence(temperature=1.0, top_k=top_k)
     one.random = Largest()  # type: ignore[assignment]
     ranks = logits[0].sort(descending=True).indices.tolist()
-    assert ranks.index(int(sample(logits, [one])[0])) == top_k - 1
+    assert ranks.index(int(sample(logits, [one])[0][0])) == top_k - 1
 
 
 def test_temperature_zero_is_the_most_likely_token_also_beside_others() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     rows = [sequence(temperature=0), sequence(temperature=2.0, seed=1), sequence(temperature=0)]
-    chosen = sample(logits, rows)
+    chosen, _ = sample(logits, rows)
     assert chosen[0] == logits[0].argmax()
     assert chosen[2] == logits[2].argmax()
 
@@ -293,3 +294,15 @@ def test_generation_config_is_the_default_and_params_win() -> None:
 def test_a_bad_sampling_setting_is_refused_by_name(settings: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("parts", [1, 4, 12])
+def test_the_largest_score_of_a_row_is_that_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    monkeypatch.setattr(sampler, "_parts", lambda _: parts)
+    logits = torch.randn(4, 48, generator=torch.Generator().manual_seed(0)).round()
+    logits[2, 30], logits[3] = torch.nan, -torch.inf
+    largest, first = sampler.best(logits)
+    assert torch.equal(first, logits.argmax(-1))
+    torch.testing.assert_close(largest, logits.amax(-1), equal_nan=True)

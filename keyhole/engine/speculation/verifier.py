@@ -68,9 +68,9 @@ class Verifier:
 
     def _advance(self, ready: list[Sequence], logits: Tensor) -> None:
         """Samples a token for each sequence and ends those that are done."""
+        tokens, largest = sample(logits, ready)  # of a broken row any token, which is dropped
         # A masked vocabulary has -inf; of a broken computation the largest is NaN or infinite.
-        good = logits.amax(-1).isfinite()
-        tokens = sample(logits, ready)  # of a broken row any token, which is dropped
+        good = largest.isfinite()
         most = max((s.params.logprobs or 0 for s in ready), default=0)
         wanted = any(s.params.logprobs is not None for s in ready)
         best = [x.tolist() for x in top_logprobs(logits, tokens, most)] if wanted else None
