@@ -62,12 +62,26 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
         names = [f"document {i}" for i in range(settings.documents)]
         for name, text in zip(names, texts.tolist(), strict=True):
             llm.documents.add(name, {"prompt_token_ids": text})
-        methods = [
+        methods: list[_TransformersAnswer | _KeyholeAnswer] = [
             _TransformersAnswer(weights, prompt)
             if name == REFERENCE
             else _KeyholeAnswer(name, llm, names, question)
             for name in settings.methods
         ]
+        if settings.hot:
+            # With room for the queries, and what else is stored beside keys and values.
+            room = 4 * texts.numel() * weights.keyhole.geometry(PAGE_SIZE).token_bytes
+            hot = LLM(
+                weights.keyhole,
+                prefix_cache=False,
+                max_batch=1,
+                documents=folder,
+                hot_document_bytes=room,
+            )
+            methods += [
+                _KeyholeAnswer(name, hot, names, question, as_name=f"{name}_hot")
+                for name in settings.hot
+            ]
         turns = {method.name: Turn(call=method.call, told_ms=method.told_ms) for method in methods}
         times = take_turns(turns, _WARM_UP + settings.repeat, device)
     results = [
@@ -93,8 +107,15 @@ def run(settings: DocumentSettings, report: Report) -> dict[str, Any]:
 class _KeyholeAnswer:
     """One of our reuse methods."""
 
-    def __init__(self, name: str, llm: LLM, documents: Sequence[str], question: Tensor) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        llm: LLM,
+        documents: Sequence[str],
+        question: Tensor,
+        as_name: str | None = None,
+    ) -> None:
+        self.name = as_name or name
         self.cost: dict[str, Any] = {}
         self._llm, self._documents = llm, list(documents)
         self._question = {"prompt_token_ids": question.tolist()}

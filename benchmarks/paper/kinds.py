@@ -56,11 +56,13 @@ class DocumentSettings:
     """Time to first token of questions over stored documents of random tokens.
 
     documents: how many, of `tokens` tokens each; question: tokens after them. methods: reuse
-    methods with their defaults, and transformers_sdpa. folder: where documents are stored; None:
-    the system's temporary folder.
+    methods with their defaults, and transformers_sdpa. hot: those of them that are also measured
+    with blocks of documents kept on the device (`hot_document_bytes`), as NAME_hot. folder: where
+    documents are stored; None: the system's temporary folder.
     """
 
     methods: Names
+    hot: Names = ()
     documents: int = 16
     tokens: int = 1024
     question: int = 64

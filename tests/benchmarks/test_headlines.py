@@ -50,7 +50,8 @@ def test_the_sizes_are_those_of_the_papers() -> None:
         for model in (80 * 10**9, 24 * 10**9)
         for prompt, answer in ((2048, 32768), (32768, 2048))
     ]
-    assert all(t.points == 4 and t.decode.token_budget == 2048 for t in table)
+    assert [t.points for t in table] == [4, 2, 4, 2]  # short answers hardly change the length
+    assert all(t.decode.token_budget == 2048 for t in table)
 
 
 def test_kernels_are_measured_from_batch_16_on() -> None:
