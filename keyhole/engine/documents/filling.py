@@ -245,6 +245,11 @@ class Pace:
         """Starts the clock of the unit that was announced last, maybe in an earlier step."""
         self._last = time.perf_counter()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other request waits for the units of this step."""
+        return self._share is None
+
     def size(self, left: int, most: int) -> int:
         """The tokens of the next forward pass of filling: of `left`, at most `most`."""
         return min(left, most) if self._share is None else self.part(left, most)

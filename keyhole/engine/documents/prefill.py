@@ -78,6 +78,7 @@ class DocumentPrefill:
         self._cache = cache
         self._policy = policy
         self._head_runner = head_runner
+        self._pace = pace
         self.passes = ForwardPasses(model, cache, policy, chunk, pace)
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
@@ -159,7 +160,8 @@ class DocumentPrefill:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._rope_shift, self._rings, self._hot_blocks)
+        own = self._rope_shift, self._rings, self._hot_blocks, self._pace
+        return Loader(context, self._cache, *own)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
@@ -427,14 +429,12 @@ class _Prompt:
         stored[layer] = again
         yield from _each("load", self._loader.load(stored, self._pages))
         rows = np.union1d(places, self._apart)
-        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         deviations: dict[int, list[Tensor]] = {layer: []}
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
         yield from self._run(
             PassTokens(
                 positions=rows,
                 seen=seen,
-                written=written,
                 deviations=deviations,
                 last_layer=layer,
             )
