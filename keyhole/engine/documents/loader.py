@@ -87,8 +87,9 @@ class Loader:
 
     def placed(self) -> list[PlacedDocument]:
         """The documents as a reuse method sees them, on the CPU."""
-        shift = self._rope_shift.shift if self._context.reuse.shifts_rope else None
-        return placed(self._context.documents, self._context.offsets, shift)
+        shift = self._rope_shift.on(torch.device("cpu")).shift
+        moves = self._context.reuse.shifts_rope
+        return placed(self._context.documents, self._context.offsets, shift if moves else None)
 
     def load(
         self, wanted: Tensor, pages: PageList, packing: Packing | None = None
