@@ -352,7 +352,7 @@ class _Prompt:
         """Bool [L, end]: the needed tokens whose keys and values are in the pages already."""
         there = torch.zeros(len(needed), self._context.end, dtype=torch.bool)
         there[:, : self._context.num_prefix] = True
-        there[:, torch.from_numpy(self._documents)] = needed & self._loader.present
+        self._context.spread(needed & self._loader.present, there)
         return there
 
     def _need(self, positions: np.ndarray) -> _Work[None]:
@@ -369,7 +369,7 @@ class _Prompt:
         if kept.all():
             return None
         everywhere = torch.ones(len(kept), self._context.end, dtype=torch.bool)
-        everywhere[:, torch.from_numpy(self._documents)] = kept
+        self._context.spread(kept, everywhere)
         return everywhere
 
     def _report(self, plan: RecomputePlan) -> Reused:
