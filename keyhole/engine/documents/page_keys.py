@@ -53,7 +53,7 @@ def page_keys(
     positions = positions[:, : count * page_size]
     pages = np.ascontiguousarray(positions.reshape(layers, count, page_size).swapaxes(0, 1))
     computed = np.take_along_axis(_computed(context, plan), np.maximum(positions, 0), 1)
-    computed = (computed & (positions >= 0)).any(0).reshape(count, page_size).any(1)
+    computed = (computed & (positions >= 0)).max(0).reshape(count, page_size).max(1)
     sources = _Sources(context, tokens, plan)
     last = pages.max((1, 2))
     for entry in np.argsort(last, kind="stable").tolist():

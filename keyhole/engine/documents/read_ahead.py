@@ -56,14 +56,15 @@ class ReadAhead:
         sizes = [len(tokens) * 8] * len(numbers) + [int(edges[-1]) * width for width in widths]
         self._buffer = ring.take(sizes)
         for part, array in enumerate(numbers):
-            self._buffer.memory(part).cast("l")[:] = memoryview(np.ascontiguousarray(array, "l"))
+            own = np.ascontiguousarray(array, np.int64)
+            self._buffer.memory(part)[:] = own.view(np.uint8).data
         rows = [self._buffer.memory(len(numbers) + i) for i in range(len(widths))]
         jobs = []
         owned = owners[begins]
         for i in np.unique(owned).tolist():
-            own = np.flatnonzero(owned == i)
-            runs = np.stack([firsts[own], lasts[own]], 1) - starts[i]
-            begin, end = int(edges[own[0]]), int(edges[own[-1] + 1])
+            its = np.flatnonzero(owned == i)
+            runs = np.stack([firsts[its], lasts[its]], 1) - starts[i]
+            begin, end = int(edges[its[0]]), int(edges[its[-1] + 1])
             out = [memory[begin * w : end * w] for memory, w in zip(rows, widths, strict=True)]
             jobs.append((documents[i], runs.tolist(), out))
         self._reads = [
