@@ -86,6 +86,15 @@ class Packing:
         return found
 
 
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on a device, whose earlier work the host does not wait for.
+
+    torch reuses pinned memory only after the copies from it.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 def move_tokens(
     cache: PageCache,
     pages: PageList,
@@ -108,7 +117,7 @@ def move_tokens(
         former, places = positions[has], places[has]
         if old is not None:
             former = old.places[layer].numpy()[former]
-        tokens = torch.from_numpy(former.astype(np.int64)).to(device)
+        tokens, slots = send(np.stack([former, pages.slots(places)]), device)
         shared = cache.geometry.layers[layer].shared_values
         table = before.to(device)
         key = kernels.gather_rows(keys, table, tokens)
@@ -117,6 +126,5 @@ def move_tokens(
             there_before = cleared.to(device)
             keys[there_before] = 0
             values[there_before] = 0
-        slots = torch.from_numpy(pages.slots(places)).to(device)
         kernels.append(keys, None if shared else values, key, value, slots)
         yield

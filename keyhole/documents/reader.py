@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -219,9 +219,39 @@ class StoredDocument:
         self._require(0 <= layer < self.num_layers, f"layer {layer}", f"0 to {self.num_layers - 1}")
         good = 0 <= start <= stop <= self.length
         self._require(good, f"rows {start} to {stop}", f"within 0 to {self.length}")
-        names = (f"layers.{layer}.keys", f"layers.{layer}.values")
-        tensors = self._rows([name for name in names if name in self._spans], start, stop)
+        tensors = self._rows(self._names(layer), start, stop)
         return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    def row_spans(self, layer: int) -> list[Span]:
+        """Where keys and, unless a layer stores none, values of a layer are."""
+        return [self._spans[name] for name in self._names(layer)]
+
+    def read_rows(
+        self, layer: int, runs: Sequence[tuple[int, int]], out: Sequence[memoryview]
+    ) -> None:
+        """Reads `rows` of several runs, one after the other, into memory of the caller.
+
+        out: bytes for those of each of `row_spans`. Safe from threads.
+        """
+        parts, done = [], 0
+        for start, stop in runs:
+            checked = self._rows(self._names(layer), start, stop) if self._checks else []
+            for i, (span, memory) in enumerate(zip(self.row_spans(layer), out, strict=True)):
+                part = _part(span, start, stop)
+                width = (part.stop - part.start) // (stop - start)
+                own = memory[done * width : (done + stop - start) * width]
+                if self._checks:
+                    own[:] = memoryview(checked[i].reshape(-1).view(torch.uint8).numpy().data)
+                else:
+                    parts.append((part.start, own))
+            done += stop - start
+        if parts:
+            with self._readable():
+                self._reader.read_into(parts)
+
+    def _names(self, layer: int) -> list[str]:
+        names = (f"layers.{layer}.keys", f"layers.{layer}.values")
+        return [name for name in names if name in self._spans]
 
     @property
     def heads(self) -> frozenset[str]:
@@ -293,9 +323,14 @@ class StoredDocument:
         return [part.tensor(data) for part, data in zip(parts, found, strict=True)]
 
     def _bytes(self, ranges: list[tuple[int, int]]) -> list[Tensor]:
+        with self._readable():
+            return self._reader.read(ranges)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
         self._require(not self.closed, "closed", "open while rows are read")
         try:
-            return self._reader.read(ranges)
+            yield
         except OSError as error:
             raise RecordError(
                 "damaged", f"its record cannot be read: {error}", "there", self.info.name

@@ -166,6 +166,12 @@ class RemoteReader:
             for start, stop in ranges
         ]
 
+    def read_into(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageReader`; all parts at once if the file system supports it."""
+        found = self.read([(start, start + len(memory)) for start, memory in parts])
+        for (_, memory), data in zip(parts, found, strict=True):
+            memory[:] = memoryview(data.numpy().data)
+
     def _fetch(self, ranges: list[tuple[int, int]]) -> list[bytes]:
         full = [(start, stop) for start, stop in ranges if stop > start]
         paths, starts, stops = [self._path] * len(full), [a for a, _ in full], [b for _, b in full]

@@ -45,9 +45,9 @@ class ScatteredChunk:
     """Tokens of one sequence at any positions, over the tokens that each layer has.
 
     positions: int64 [T], ascending. seen: per layer int64 [n], the tokens to read, ascending and
-    with `positions` among them; later tokens are not seen. written: bool [L, T], where the new keys
-    and values are stored, combined with the old ones by `update(new, old)`; elsewhere the old ones
-    stay and are read; None: everywhere, unchanged.
+    with `positions` among them; later tokens are not seen. written: per layer int64, the rows whose
+    new keys and values are stored; fused: those where they are combined with the old ones by
+    `update(new, old)` before; elsewhere the old ones stay and are read. None: written everywhere.
     queries: called by every layer with its number and its rotated queries [T, Hq, D].
     start, known: as in `Chunk`, for consecutive tokens, as the runner's are.
     deviations: for the layers that are its keys, gets |new - old|^2 of keys and of values, summed
@@ -62,8 +62,8 @@ class ScatteredChunk:
     positions: Tensor
     pages: Tensor  # int64 [M], all pages of the sequence
     seen: Sequence[Tensor]
-    written: Tensor | None = None
-    stored: Tensor | None = None
+    written: Sequence[Tensor] | None = None
+    fused: Sequence[Tensor] | None = None
     update: Callable[[Tensor, Tensor], Tensor] | None = None
     queries: Callable[[int, Tensor], None] | None = None
     deviations: dict[int, list[Tensor]] | None = None
@@ -81,8 +81,8 @@ class ScatteredChunk:
             positions=self.positions.to(place),
             pages=self.pages.to(place),
             seen=[sent[id(row)] for row in self.seen],
-            written=None if self.written is None else self.written.to(place),
-            stored=None if self.stored is None else self.stored.to(place),
+            written=None if self.written is None else [own.to(place) for own in self.written],
+            fused=None if self.fused is None else [own.to(place) for own in self.fused],
             places=None if self.places is None else [sent[id(row)] for row in self.places],
         )
 

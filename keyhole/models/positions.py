@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -104,6 +104,11 @@ class RopeShift:
             frequencies=tuple(by_kind[kind] for kind in kinds),
             rotated_last=tuple(layout.shared_values for layout in layouts),
         )
+
+    def on(self, device: torch.device) -> Self:
+        """The same for vectors on another device, whose frequencies are copied once."""
+        sent = {id(own): own.to(device) for own in {id(x): x for x in self.frequencies}.values()}
+        return replace(self, frequencies=tuple(sent[id(own)] for own in self.frequencies))
 
     def shift(self, layer: int, x: Tensor, by: int | Tensor) -> Tensor:
         """Shifts keys or queries of a layer, rotated at any positions p, to p + by.

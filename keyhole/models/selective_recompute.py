@@ -27,12 +27,10 @@ def write(
     if chunk.written is None:
         _put(batch, chunk, layer, slice(None), new)
         return
-    written = chunk.written[layer]
-    if chunk.update is not None and chunk.stored is not None:
-        fused = (written & chunk.stored).nonzero()[:, 0]
+    if chunk.fused is not None:
+        fused = chunk.fused[layer]
         _put(batch, chunk, layer, fused, _updated(batch, chunk, layer, fused, new))
-        written = written & ~chunk.stored
-    rows = written.nonzero()[:, 0]
+    rows = chunk.written[layer]
     _put(batch, chunk, layer, rows, _rows(new, rows))
 
 

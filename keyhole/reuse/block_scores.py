@@ -112,10 +112,8 @@ def key_scores(queries: Tensor, keys: Sequence[Tensor]) -> Tensor:
     """
     # <q1, k> + <q2, k> = <q1 + q2, k>
     grouped = queries.unflatten(1, (keys[0].shape[1], -1)).sum(2).flatten(1)
-    counts = torch.tensor([len(own) for own in keys])
-    asked = grouped.repeat_interleave(counts, 0)
-    scores: Tensor = (torch.cat([*keys]).float().flatten(1) * asked).sum(1)
-    return scores
+    each = zip(keys, grouped, strict=True)  # not joined first: that would copy all keys
+    return torch.cat([own.float().flatten(1) @ query for own, query in each])
 
 
 def share(scores: Tensor, alpha: Tensor, received: Tensor, ends: Tensor) -> Tensor:

@@ -257,7 +257,11 @@ class SamKV(Reuse):
             queries = generic.cpu().expand(len(documents), *generic.shape)
             if self.bias:
                 stored = [document.layers[layer].local_queries for document in documents]
-                local = torch.stack([own[-self.num_local_blocks :].mean(0) for own in stored])
+                last = [own[-self.num_local_blocks :] for own in stored]
+                if len({len(own) for own in last}) == 1:  # one operation for all documents
+                    local = torch.stack(last).mean(1)
+                else:
+                    local = torch.stack([own.mean(0) for own in last])
                 local = moved(documents, layer, local, back=False)
                 queries = personal_queries(queries[0], local)
             queries = moved(documents, layer, queries, back=True)

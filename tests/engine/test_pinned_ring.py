@@ -1,10 +1,9 @@
-"""Rows of stored documents reach the device whole, and no buffer is overwritten too early."""
+"""Parts of a buffer do not overlap, and no buffer is written while somebody else has it."""
 
 from __future__ import annotations
 
 from typing import cast
 
-import pytest
 import torch
 
 from keyhole.engine.documents.pinned_ring import PinnedBuffer, PinnedRing
@@ -20,24 +19,30 @@ class Event:
         self.waited += 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
-def test_a_buffer_has_the_rows_of_all_parts(dtype: torch.dtype) -> None:
-    buffer = PinnedBuffer()
-    for lengths in ((3, 1), (1,), (5, 2, 4), (2,)):  # longer and shorter than before
-        parts = [torch.randn(n, 2, 6).mul(9).to(dtype) for n in lengths]
-        assert torch.equal(buffer.fill(parts), torch.cat(parts))
+def test_parts_arrive_as_they_were_written() -> None:
+    ring = PinnedRing(torch.device("cpu"))
+    for sizes in ((3, 1), (700,), (5, 256, 0, 4), (2,)):  # longer and shorter than before
+        buffer = ring.take(sizes)
+        for part, size in enumerate(sizes):
+            buffer.memory(part)[:] = bytes([part + 1]) * size
+        parts = ring.send(buffer)
+        assert [part.tolist() for part in parts] == [
+            [part + 1] * size for part, size in enumerate(sizes)
+        ]
 
 
 def test_a_buffer_waits_for_the_copy_that_was_made_from_it() -> None:
     buffer, event = PinnedBuffer(), Event()
-    buffer.fill([torch.ones(2, 3)])
+    buffer.divide([6])
     buffer.copied = cast(torch.cuda.Event, event)
-    buffer.fill([torch.ones(2, 3)])
+    buffer.divide([6])
     assert event.waited == 1
 
 
-def test_on_a_cpu_rows_are_joined() -> None:
+def test_nobody_gets_a_buffer_that_is_taken() -> None:
     ring = PinnedRing(torch.device("cpu"))
-    parts = [torch.randn(3, 2), torch.randn(1, 2)]
-    for _ in range(6):
-        assert torch.equal(ring.send(parts), torch.cat(parts))
+    taken = [ring.take([8]) for _ in range(9)]
+    assert len({id(buffer) for buffer in taken}) == 9
+    ring.put_back(taken[0])
+    ring.send(taken[1])
+    assert [ring.take([8]) for _ in range(2)] == taken[:2]

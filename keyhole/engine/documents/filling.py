@@ -49,6 +49,14 @@ class Context:
         ]
         return np.concatenate(parts).astype(np.int64)
 
+    def spread(self, marks: Tensor, out: Tensor) -> None:
+        """Copies marks of documents' tokens, bool [L, T], to their positions in [L, end]."""
+        done = 0
+        for document, offset in zip(self.documents, self.offsets, strict=True):
+            stop = done + document.length
+            out[:, offset : offset + document.length] = marks[:, done:stop]
+            done = stop
+
     @property
     def separators(self) -> np.ndarray:
         """Positions that belong neither to the prefix nor to a document: int64."""
@@ -244,6 +252,11 @@ class Pace:
     def resume(self) -> None:
         """Starts the clock of the unit that was announced last, maybe in an earlier step."""
         self._last = time.perf_counter()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other request waits for the units of this step."""
+        return self._share is None
 
     def size(self, left: int, most: int) -> int:
         """The tokens of the next forward pass of filling: of `left`, at most `most`."""

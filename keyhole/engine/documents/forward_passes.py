@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.packing import Packing
+from keyhole.cache.packing import Packing, send
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.engine.documents.filling import Context, Pace
@@ -40,8 +40,9 @@ class PassTokens:
 
     positions: int64 [T], ascending. seen: per layer int64 [n], positions, ascending; layers that
     read the same may have one array. packing: where layers have them, all that they have; None: at
-    their positions. written, update, queries, deviations: as in `ScatteredChunk`. last_layer: where
-    the pass ends.
+    their positions. written: bool [L, T], on the CPU, where new keys and values are stored, those
+    of documents by `update`; None: everywhere. update, queries, deviations: as in
+    `ScatteredChunk`. last_layer: where the pass ends.
     """
 
     positions: np.ndarray
@@ -71,7 +72,7 @@ class ForwardPasses:
 
     def send(self, array: np.ndarray) -> Tensor:
         """Copies an array to the model's device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+        return send(array, self._model.device)
 
     def dense(
         self, prompt: FilledPrompt, tokens: slice, head: PlacedHead | None
@@ -93,20 +94,22 @@ class ForwardPasses:
     ) -> Generator[str, None, None]:
         """Runs tokens in ascending parts; each part reads what earlier ones wrote."""
         layers, positions = _Layers(self, prompt, tokens), tokens.positions
-        stored = np.isin(positions, prompt.documents)
+        written = None if tokens.written is None else tokens.written.numpy()
+        stored = None if tokens.update is None else np.isin(positions, prompt.documents)
         done = 0
         while done < len(positions):
             yield "forward"
             rows = slice(done, done + self._size(len(positions) - done))
-            part, written = positions[rows], tokens.written
+            part = positions[rows]
+            fresh, fused = self._written(written, stored, rows)
             seen, places = layers.part(part)
             chunk = ScatteredChunk(
                 rows=slice(0, len(part)),
                 positions=self.send(part),
                 pages=layers.table,
                 seen=seen,
-                written=None if written is None else written[:, rows].to(layers.table.device),
-                stored=self.send(stored[rows]),
+                written=fresh,
+                fused=fused,
                 update=tokens.update,
                 queries=tokens.queries,
                 deviations=tokens.deviations,
@@ -142,12 +145,33 @@ class ForwardPasses:
             adapters=adapter_rows([(prompt.context.adapter, len(part))], self._model.device),
             last_layer=last_layer,
         )
-        last = torch.tensor([len(part) - 1], device=self._model.device)
+        last = self.send(np.array([len(part) - 1]))
         ids = self.send(prompt.tokens[part])
         self._model.forward(ids, self.send(part), batch, last)
+        if self._model.device.type == "cuda" and not self._pace.is_alone:
+            # Other requests wait for what the device does, not for the launches.
+            torch.cuda.current_stream(self._model.device).synchronize()
         self._pace.forward(len(part), time.perf_counter() - begin)
         if head is not None:
             head.take(part, batch)
+
+    def _written(
+        self, written: np.ndarray | None, stored: np.ndarray | None, part: slice
+    ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        """`written` and `fused` of a chunk of these rows; stored: bool [T], rows to update.
+
+        As row numbers, found here: a layer that looked for them would wait for the device.
+        """
+        if written is None:
+            return None, None
+        own = written[:, part]
+        if stored is None:
+            return (None if own.all() else self._by_layer(own)), None
+        return self._by_layer(own & ~stored[part]), self._by_layer(own & stored[part])
+
+    def _by_layer(self, marks: np.ndarray) -> list[Tensor]:
+        """The marked rows of each layer, from bool [L, T]; sent at once."""
+        return list(self.send(marks.nonzero()[1]).split(marks.sum(1).tolist()))
 
     def _size(self, left: int) -> int:
         """The tokens of the next forward pass: at most `chunk`, and as the pace allows."""

@@ -12,6 +12,7 @@ keys of its features.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TypeVar
@@ -27,9 +28,10 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
-from keyhole.engine.documents.filling import Context
+from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.hot_blocks import HotBlocks, Rows
 from keyhole.engine.documents.pinned_ring import PinnedRing
+from keyhole.engine.documents.read_ahead import ReadAhead
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift
@@ -38,16 +40,19 @@ from keyhole.reuse.base import PlacedDocument, Shift
 
 _T = TypeVar("_T")
 
-#: Tokens between two runs that are read along with them: one more read costs about as much.
-_GAP = 16
 # Tokens of a layer that one unit of work copies into the pages, or whose head keys it computes.
 _PIECE = 1024
+# The same while no other request waits for the unit: fewer launches.
+_PIECE_ALONE = 4096
+# Pieces that are read while one is copied.
+_AHEAD = 2
 
 
 class Loader:
     """The documents of one prompt.
 
     rings: of each layer, what copies rows to its device. hot_blocks: rows that are there already.
+    pace: of the units.
     present: bool [L, T], whose keys and values are in the pages already.
     """
 
@@ -58,12 +63,14 @@ class Loader:
         rope_shift: RopeShift,
         rings: Sequence[PinnedRing],
         hot_blocks: HotBlocks,
+        pace: Pace,
     ) -> None:
         self._context = context
         self._cache = cache
         self._rope_shift = rope_shift
         self._rings = rings
         self._hot_blocks = hot_blocks
+        self._pace = pace
         self._positions = context.positions
         lengths = [document.length for document in context.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -80,8 +87,9 @@ class Loader:
 
     def placed(self) -> list[PlacedDocument]:
         """The documents as a reuse method sees them, on the CPU."""
-        shift = self._rope_shift.shift if self._context.reuse.shifts_rope else None
-        return placed(self._context.documents, self._context.offsets, shift)
+        shift = self._rope_shift.on(torch.device("cpu")).shift
+        moves = self._context.reuse.shifts_rope
+        return placed(self._context.documents, self._context.offsets, shift if moves else None)
 
     def load(
         self, wanted: Tensor, pages: PageList, packing: Packing | None = None
@@ -89,14 +97,36 @@ class Loader:
         """Loads tokens, bool [L, T], into their pages, except those that are present.
 
         packing: where each layer has them; None: at their positions. A piece of a layer at each
-        step of the iteration.
+        step of the iteration; the next ones are read meanwhile.
         """
         missing = wanted & ~self.present
-        for layer, row in enumerate(missing.numpy()):
-            places = self._positions
-            if packing is not None:
-                places = packing.places[layer].numpy()[places]
-            yield from self._load_layer(layer, np.flatnonzero(row), places, pages)
+        ahead: deque[tuple[int, ReadAhead]] = deque()
+        try:
+            for layer, tokens in self._pieces(missing.numpy()):
+                places = self._positions[tokens]
+                if packing is not None:
+                    places = packing.places[layer].numpy()[places]
+                numbers = [pages.slots(places)]
+                if self._context.reuse.shifts_rope:
+                    numbers.append(self._by[tokens])
+                if self._hot_blocks.limit_bytes:
+                    self._put(layer, self._hot_rows(layer, tokens), self._sent(layer, numbers))
+                    yield
+                    continue
+                documents, ring = self._context.documents, self._rings[layer]
+                read = ReadAhead(ring, documents, self._starts, layer, tokens, numbers)
+                ahead.append((layer, read))
+                if len(ahead) > _AHEAD:
+                    first, read = ahead.popleft()
+                    self._put(first, *read.rows())
+                    yield
+            while ahead:
+                first, read = ahead.popleft()
+                self._put(first, *read.rows())
+                yield
+        finally:  # an error, or the request was aborted
+            for _, read in ahead:
+                read.cancel()
         self.present |= missing
 
     def mark(self, positions: np.ndarray) -> None:
@@ -105,106 +135,73 @@ class Loader:
             tokens = np.searchsorted(self._positions, row[row >= 0])
             self.present[layer, torch.from_numpy(tokens)] = True
 
-    def _load_layer(
-        self, layer: int, wanted: np.ndarray, places: np.ndarray, pages: PageList
-    ) -> Iterator[None]:
-        """wanted: the tokens, ascending; short runs of them share a piece. places: of all."""
-        parts: list[Rows] = []
-        done = count = 0
-        for part in self._parts(layer, wanted):
-            parts.append(part)
-            count += len(part[0])
-            if count >= _PIECE:
-                run = wanted[done : done + count]
-                self._put(layer, run, parts, pages.slots(places[run]))
-                done, count, parts = done + count, 0, []
-                yield
-        if parts:
-            self._put(layer, wanted[done:], parts, pages.slots(places[wanted[done:]]))
-            yield
+    def _pieces(self, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The tokens of each unit, ascending, with their layer; wanted: bool [L, T]."""
+        far = not all(document.is_local for document in self._context.documents)
+        for layer, row in enumerate(wanted):
+            tokens, done = np.flatnonzero(row), 0
+            while done < len(tokens):
+                # From far away, fewer and larger reads are faster.
+                size = len(tokens) if far else _PIECE_ALONE if self._pace.is_alone else _PIECE
+                yield layer, tokens[done : done + size]
+                done += size
 
-    def _put(
-        self, layer: int, tokens: np.ndarray, parts: Sequence[Rows], slots: np.ndarray
-    ) -> None:
-        ring, value = self._rings[layer], None
-        key = ring.send([keys for keys, _ in parts])
-        if parts[0][1] is not None:
-            value = ring.send([values for _, values in parts if values is not None])
-        if self._context.reuse.shifts_rope:
-            by = torch.from_numpy(self._by[tokens]).to(ring.device)
+    def _put(self, layer: int, rows: Rows, numbers: Sequence[Tensor]) -> None:
+        """Writes rows into pages; numbers: their slots, and by what they are rotated, if at all."""
+        key, value = rows
+        if len(numbers) > 1:
             # Keys of 8 bits are quantised again: a rotated row has another largest number.
-            key = self._rope_shift.shift(layer, kernels.dequantised(key), by[:, None])
+            key = self._rope_shift.shift(layer, kernels.dequantised(key), numbers[1][:, None])
         values = None if value is None else self._cache.values[layer]
-        sent = torch.from_numpy(slots).to(ring.device)
-        kernels.append(self._cache.keys[layer], values, key, value, sent)
+        kernels.append(self._cache.keys[layer], values, key, value, numbers[0])
 
-    def _parts(self, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
-        """The stored rows of the wanted tokens, document by document."""
-        edges = np.searchsorted(wanted, self._starts)
-        for i, document in enumerate(self._context.documents):
-            own = wanted[edges[i] : edges[i + 1]] - self._starts[i]
-            if document.identity is not None and self._hot_blocks.limit_bytes:
-                yield from self._cached_rows(document, document.identity, layer, own)
-                continue
-            for run in np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1):
-                if len(run):
-                    yield from self._rows(document, layer, run)
+    def _sent(self, layer: int, numbers: Sequence[np.ndarray]) -> list[Tensor]:
+        return [torch.from_numpy(x).to(self._rings[layer].device) for x in numbers]
 
-    def _cached_rows(
-        self, document: StoredDocument, identity: str, layer: int, wanted: np.ndarray
-    ) -> Iterator[Rows]:
+    def _hot_rows(self, layer: int, tokens: np.ndarray) -> Rows:
         """Rows of some tokens, ascending, on the device; their blocks are kept there."""
-        size = document.block_size
-        for begin in range(0, len(wanted), _PIECE):
-            part = wanted[begin : begin + _PIECE]
-            numbers = np.unique(part // size)
-            found = {n: self._hot_blocks.get((identity, layer, n)) for n in numbers.tolist()}
-            missing = np.array([n for n in found if found[n] is None], np.int64)
-            for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
-                for n, rows in zip(run.tolist(), self._blocks(document, layer, run), strict=True):
-                    found[n] = rows
+        edges = np.searchsorted(tokens, self._starts)
+        found = []
+        for i, document in enumerate(self._context.documents):
+            own = tokens[edges[i] : edges[i + 1]] - self._starts[i]
+            if len(own):
+                found.append(self._own_hot_rows(document, layer, own))
+        values = [value for _, value in found if value is not None]
+        return torch.cat([key for key, _ in found]), torch.cat(values) if values else None
+
+    def _own_hot_rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Rows:
+        """The rows of one document; blocks of one without an identity are not kept."""
+        size, identity = document.block_size, document.identity
+        numbers = np.unique(wanted // size)
+        found: dict[int, Rows | None] = dict.fromkeys(numbers.tolist())
+        if identity is not None:
+            found = {n: self._hot_blocks.get((identity, layer, n)) for n in found}
+        missing = np.array([n for n in found if found[n] is None], np.int64)
+        for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+            for n, rows in zip(run.tolist(), self._blocks(document, layer, run), strict=True):
+                found[n] = rows
+                if identity is not None:
                     self._hot_blocks.put((identity, layer, n), rows)
-            blocks = [rows for rows in found.values() if rows is not None]
-            # All blocks but the document's last one are whole.
-            place = np.searchsorted(numbers, part // size) * size + part % size
-            places = torch.from_numpy(place).to(self._rings[layer].device)
-            key = torch.cat([keys for keys, _ in blocks])[places]
-            values = [value for _, value in blocks if value is not None]
-            yield key, torch.cat(values)[places] if values else None
+        blocks = [rows for rows in found.values() if rows is not None]
+        # All blocks but the document's last one are whole.
+        place = np.searchsorted(numbers, wanted // size) * size + wanted % size
+        (places,) = self._sent(layer, [place])
+        key = torch.cat([keys for keys, _ in blocks])[places]
+        values = [value for _, value in blocks if value is not None]
+        return key, torch.cat(values)[places] if values else None
 
     def _blocks(self, document: StoredDocument, layer: int, run: np.ndarray) -> Iterator[Rows]:
         """Blocks that follow each other, each in memory of its own on the device."""
         if not len(run):
             return
         size = document.block_size
-        first, last = int(run[0]) * size, min((int(run[-1]) + 1) * size, document.length)
-        keys, values = document.rows(layer, first, last)
-        ring = self._rings[layer]
-        key = ring.send([keys])
-        value = None if values is None else ring.send([values])
-        for start in range(0, last - first, size):
+        tokens = np.arange(run[0] * size, min((run[-1] + 1) * size, document.length))
+        starts = np.array([0, document.length])
+        read = ReadAhead(self._rings[layer], [document], starts, layer, tokens, [])
+        (key, value), _ = read.rows()
+        for start in range(0, len(tokens), size):
             own = slice(start, start + size)
             yield key[own].clone(), None if value is None else value[own].clone()
-
-    def _rows(self, document: StoredDocument, layer: int, wanted: np.ndarray) -> Iterator[Rows]:
-        """Rows of some tokens, ascending, from the first to the last.
-
-        A local record is read piece by piece, one that is far away at once.
-        """
-        step = _PIECE if document.is_local else len(wanted)
-        for begin in range(0, len(wanted), step):
-            run = wanted[begin : begin + step]
-            first = int(run[0])
-            keys, values = document.rows(layer, first, int(run[-1]) + 1)
-            for done in range(0, len(run), _PIECE):
-                part = run[done : done + _PIECE]
-                start, stop = int(part[0]) - first, int(part[-1]) + 1 - first
-                key = keys[start:stop]
-                value = None if values is None else values[start:stop]
-                if len(part) < stop - start:
-                    places = torch.from_numpy(part - part[0])
-                    key, value = key[places], None if value is None else value[places]
-                yield key, value
 
 
 class HeadEncoding:

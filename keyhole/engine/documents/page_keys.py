@@ -50,18 +50,18 @@ def page_keys(
     else:
         positions = packing.positions.numpy().astype(np.int32)
     count = end // page_size
-    pages = positions[:, : count * page_size].reshape(layers, count, page_size).swapaxes(0, 1)
-    computed = _computed(context, plan)
+    positions = positions[:, : count * page_size]
+    pages = np.ascontiguousarray(positions.reshape(layers, count, page_size).swapaxes(0, 1))
+    computed = np.take_along_axis(_computed(context, plan), np.maximum(positions, 0), 1)
+    computed = (computed & (positions >= 0)).max(0).reshape(count, page_size).max(1)
     sources = _Sources(context, tokens, plan)
     last = pages.max((1, 2))
     for entry in np.argsort(last, kind="stable").tolist():
-        page = np.ascontiguousarray(pages[entry])
+        page, is_stored = pages[entry], not computed[entry]
         if last[entry] < 0:
             continue
-        there = page >= 0
-        is_stored = not (np.take_along_axis(computed, np.maximum(page, 0), 1) & there).any()
-        digest = hashlib.blake2b(page.tobytes(), digest_size=16)
-        digest.update(sources.stored(page[there]) if is_stored else sources.up_to(last[entry]))
+        digest = hashlib.blake2b(page, digest_size=16)
+        digest.update(sources.stored(page[page >= 0]) if is_stored else sources.up_to(last[entry]))
         yield PageKey(entry, digest.digest(), page, is_stored)
 
 
@@ -90,7 +90,8 @@ class _Sources:
         self._offsets = np.asarray(context.offsets, np.int64)
         masks = np.ones((2 * len(plan.kept), context.end), bool)
         masks[:, context.positions] = np.concatenate([plan.kept.numpy(), plan.recomputed.numpy()])
-        self._masks, self._done = masks, 0
+        # By token, so that each part is contiguous.
+        self._masks, self._done = np.ascontiguousarray(np.packbits(masks, axis=0).T), 0
 
     def stored(self, positions: np.ndarray) -> bytes:
         """Of the documents that these tokens belong to."""
@@ -100,11 +101,10 @@ class _Sources:
     def up_to(self, last: int) -> bytes:
         """Of everything up to this position; calls ascend."""
         part = slice(self._done, last + 1)
-        begun = (self._offsets >= part.start) & (self._offsets < part.stop)
-        for i in np.flatnonzero(begun).tolist():
-            self._state.update(self._documents[i])
+        begun = slice(*np.searchsorted(self._offsets, (part.start, max(part.start, part.stop))))
+        self._state.update(b"".join(self._documents[begun]))
         self._state.update(f"{part}".encode())
         self._state.update(self._tokens[part].tobytes())
-        self._state.update(np.packbits(self._masks[:, part]).tobytes())
+        self._state.update(self._masks[part].tobytes())
         self._done = max(self._done, last + 1)
         return self._state.digest()

@@ -78,6 +78,7 @@ class DocumentPrefill:
         self._cache = cache
         self._policy = policy
         self._head_runner = head_runner
+        self._pace = pace
         self.passes = ForwardPasses(model, cache, policy, chunk, pace)
         self._known = prefix
         self._rope_shift = RopeShift.for_documents(model)
@@ -159,7 +160,8 @@ class DocumentPrefill:
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
-        return Loader(context, self._cache, self._rope_shift, self._rings, self._hot_blocks)
+        own = self._rope_shift, self._rings, self._hot_blocks, self._pace
+        return Loader(context, self._cache, *own)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
@@ -350,7 +352,7 @@ class _Prompt:
         """Bool [L, end]: the needed tokens whose keys and values are in the pages already."""
         there = torch.zeros(len(needed), self._context.end, dtype=torch.bool)
         there[:, : self._context.num_prefix] = True
-        there[:, torch.from_numpy(self._documents)] = needed & self._loader.present
+        self._context.spread(needed & self._loader.present, there)
         return there
 
     def _need(self, positions: np.ndarray) -> _Work[None]:
@@ -367,7 +369,7 @@ class _Prompt:
         if kept.all():
             return None
         everywhere = torch.ones(len(kept), self._context.end, dtype=torch.bool)
-        everywhere[:, torch.from_numpy(self._documents)] = kept
+        self._context.spread(kept, everywhere)
         return everywhere
 
     def _report(self, plan: RecomputePlan) -> Reused:
@@ -427,14 +429,12 @@ class _Prompt:
         stored[layer] = again
         yield from _each("load", self._loader.load(stored, self._pages))
         rows = np.union1d(places, self._apart)
-        written = torch.ones(len(plan.kept), len(rows), dtype=torch.bool)
         deviations: dict[int, list[Tensor]] = {layer: []}
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
         yield from self._run(
             PassTokens(
                 positions=rows,
                 seen=seen,
-                written=written,
                 deviations=deviations,
                 last_layer=layer,
             )

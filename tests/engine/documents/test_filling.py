@@ -316,7 +316,7 @@ def test_a_record_that_goes_bad_on_the_way_ends_its_request_only(
         def broken(*_: object) -> None:
             raise RecordError("damaged", "cut off", "whole", "a")
 
-        monkeypatch.setattr("keyhole.documents.reader.StoredDocument.rows", broken)
+        monkeypatch.setattr("keyhole.documents.reader.StoredDocument.read_rows", broken)
         while not asked.is_finished:
             other.engine.step()
             other.engine.check_integrity()

@@ -1,0 +1,118 @@
+"""Reads stored rows in threads, straight into the memory that the device copies from.
+
+A file is copied from the system's memory at a few GB/s by one thread, less than a GPU takes. So
+documents are read by several, and the next pieces while the engine works on the current one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.documents.store import StoredDocument
+from keyhole.engine.documents.hot_blocks import Rows
+from keyhole.engine.documents.pinned_ring import PinnedRing
+
+#: Tokens between two runs that are read along with them: one more read costs about as much.
+_GAP = 16
+#: Of one piece; more than memory can serve.
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class ReadAhead:
+    """Stored rows of a layer, being read.
+
+    tokens: int64 [n], ascending: document i owns `starts[i] : starts[i + 1]`. numbers: int64 arrays
+    [n] that go to the device along with the rows.
+    """
+
+    def __init__(
+        self,
+        ring: PinnedRing,
+        documents: Sequence[StoredDocument],
+        starts: np.ndarray,
+        layer: int,
+        tokens: np.ndarray,
+        numbers: Sequence[np.ndarray],
+    ) -> None:
+        owners = np.searchsorted(starts, tokens, side="right") - 1
+        breaks = (np.diff(tokens) > _GAP + 1) | (np.diff(owners) > 0)
+        begins = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        ends = np.append(begins[1:], len(tokens))
+        firsts, lasts = tokens[begins], tokens[ends - 1] + 1
+        edges = np.concatenate([[0], np.cumsum(lasts - firsts)])
+        if edges[-1] > len(tokens):  # unwanted ones are read, too: where the wanted ones are
+            shift = np.repeat(edges[:-1] - firsts, ends - begins)
+            numbers = [*numbers, tokens + shift]
+        self._ring, self._spans = ring, documents[0].row_spans(layer)
+        self._has_gaps, self._count = edges[-1] > len(tokens), len(numbers)
+        widths = [(span.stop - span.start) // span.shape[0] for span in self._spans]
+        sizes = [len(tokens) * 8] * len(numbers) + [int(edges[-1]) * width for width in widths]
+        self._buffer = ring.take(sizes)
+        for part, array in enumerate(numbers):
+            own = np.ascontiguousarray(array, np.int64)
+            self._buffer.memory(part)[:] = own.view(np.uint8).data
+        rows = [self._buffer.memory(len(numbers) + i) for i in range(len(widths))]
+        jobs = []
+        owned = owners[begins]
+        for i in np.unique(owned).tolist():
+            its = np.flatnonzero(owned == i)
+            runs = np.stack([firsts[its], lasts[its]], 1) - starts[i]
+            begin, end = int(edges[its[0]]), int(edges[its[-1] + 1])
+            out = [memory[begin * w : end * w] for memory, w in zip(rows, widths, strict=True)]
+            jobs.append((documents[i], runs.tolist(), out))
+        self._reads = [
+            _pool(os.getpid()).submit(_read, layer, jobs[first::_THREADS])
+            for first in range(min(_THREADS, len(jobs)))
+        ]
+
+    def rows(self) -> tuple[Rows, list[Tensor]]:
+        """Keys and values of the tokens on the device, and the numbers.
+
+        On a CPU, valid until the next piece is read. Raises what reading raised.
+        """
+        try:
+            wait(self._reads)
+            for read in self._reads:
+                read.result()
+        except BaseException:
+            self.cancel()
+            raise
+        parts = self._ring.send(self._buffer)
+        numbers = [part.view(torch.int64) for part in parts[: self._count]]
+        found = [
+            part.view(getattr(torch, span.dtype)).view(-1, *span.shape[1:])
+            for part, span in zip(parts[self._count :], self._spans, strict=True)
+        ]
+        if self._has_gaps:
+            places = numbers.pop()
+            found = [part.index_select(0, places) for part in found]
+        return (found[0], found[1] if len(found) > 1 else None), numbers
+
+    def cancel(self) -> None:
+        """Gives the buffer back instead, when no thread writes to it."""
+        for read in self._reads:
+            read.cancel()
+        wait(self._reads)
+        self._ring.put_back(self._buffer)
+
+
+#: A document, its runs, and the memory for its keys and values.
+_Job = tuple[StoredDocument, list[tuple[int, int]], list[memoryview]]
+
+
+def _read(layer: int, jobs: Sequence[_Job]) -> None:
+    for document, runs, out in jobs:
+        document.read_rows(layer, runs, out)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of a process; a fork has none of its parent's."""
+    return ThreadPoolExecutor(_THREADS, "documents")
