@@ -25,11 +25,11 @@ MOST_TOKENS = 4
 #: Numbers that a thread loads at once: 16 bytes of 16-bit weights. A row of them per pass: then
 #: the input is distributed over threads as the weights are, without a copy in shared memory.
 _LOADED = 8
-#: Columns that a program multiplies at a time, the first that divides the width. A narrow input
-#: is one pass: then a program has read all of its weights before it waits for the kernel before.
-_COLUMNS = 1024, 512, 256
-#: Rows of a program at most, and sums of a thread: registers.
-_MOST_ROWS, _SUMS = 4, 64
+#: Columns that a program multiplies at a time, the first that divides the width, and rows at most;
+#: tuned on an H200 (benchmarks/LOG.md).
+_TILES = (1024, 4), (512, 2), (256, 2)
+#: Sums of a thread at most: registers.
+_SUMS = 64
 
 
 # A weight of one row would be a constant, which the choice between weights cannot return.
@@ -143,10 +143,10 @@ def _launch(
     (num_tokens, width), total = x.shape, sizes[0] if swiglu else sum(sizes)
     out = x.new_empty(num_tokens, total)
     tokens = triton.next_power_of_2(num_tokens)
-    fitting = [columns for columns in _COLUMNS if width % columns == 0]
-    inner = fitting[0] if fitting else _COLUMNS[-1]
+    fitting = [tile for tile in _TILES if width % tile[0] == 0]
+    inner, rows = fitting[0] if fitting else _TILES[-1]
     products = tokens * (2 if swiglu else 1)
-    block = min(_MOST_ROWS, _SUMS // (_LOADED * products))
+    block = min(rows, _SUMS // (_LOADED * products))
     # Pointers that are not used.
     padded = (*weights, x, x)[:3]
     gain, epsilon = (x, 0.0) if norm is None else norm

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keyhole.kernels import reference
 from keyhole.kernels.reference.quantised import row_dim
 from keyhole.kernels.selection import Selection
 from keyhole.kernels.triton.attend import in_float32, load_queries, tile_scores, two_parts
@@ -368,7 +369,20 @@ def sparse_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As the reference."""
+    """As the reference, which computes pages of 8 bits: there this kernel was wrong on a GPU."""
+    if code(key_pages):
+        return reference.sparse_prefill(
+            query,
+            key_pages,
+            value_pages,
+            pages,
+            positions,
+            tokens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
     query, pages, tokens = query.contiguous(), pages.contiguous(), tokens.long().contiguous()
     num_queries, num_heads, _ = query.shape
     out = query.new_empty(num_queries, num_heads, row_dim(value_pages))
