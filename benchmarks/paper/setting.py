@@ -38,8 +38,8 @@ from keyhole.config import require_known
 
 Line = dict[str, Any]
 
-#: Memory of a small run, in addition to the reserve of every run: for a few requests and layers, and
-#: the page that a GPU sets aside.
+#: Memory of a small run, in addition to the reserve of every run: for a few requests and layers,
+#: and the page that a GPU sets aside.
 _SMALL_BYTES = RESERVE_BYTES + (5 << 17)
 _ATTENTION = {None: ALL, PAGE_SIZE: PAGES, 1: TOKENS}
 

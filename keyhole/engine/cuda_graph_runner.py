@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache.pages import PageCache
-from keyhole.engine.decode_inputs import DecodeInputs
+from keyhole.engine.decode_inputs import DecodeInputs, InputsAhead
 from keyhole.kernels.graph_capture import without_collection
 from keyhole.policies.base import Policy, Step
 
@@ -215,13 +215,15 @@ class CudaGraphRunner:
         self.replayed += 1
         return ways[way]()
 
-    def look_ahead(self, numbers: DecodeInputs) -> None:
+    def look_ahead(self, ahead: InputsAhead | None) -> None:
         """Takes the inputs of the next step, all but its tokens, if their shape was captured."""
-        arrays = _arrays(numbers)
-        shape = self._shapes.get(self._key(arrays, len(numbers.position)))
+        if ahead is None:
+            return
+        arrays = _arrays(ahead.inputs)
+        shape = self._shapes.get(self._key(arrays, len(ahead.rows)))
         if shape is not None:
             shape.inputs.fill(arrays)
-            self._ahead = numbers
+            self._ahead = ahead.inputs
 
     def _key(self, arrays: Mapping[str, np.ndarray], count: int) -> tuple[int, ...]:
         widths = (width_bucket(x.shape[1]) for x in arrays.values() if x.ndim > 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -239,6 +240,22 @@ class DecodeInputs:
     due: np.ndarray | None = None
 
 
+class InputsAhead(NamedTuple):
+    """The inputs of a step, made before the step."""
+
+    rows: list[Sequence]
+    pages: list[array[int]]
+    inputs: DecodeInputs
+
+    def is_of(self, rows: list[Sequence]) -> bool:
+        """Whether these are the rows, with the same lists of pages, one token further."""
+        return (
+            self.rows == rows
+            and all(s.pages is pages for s, pages in zip(rows, self.pages, strict=True))
+            and self.inputs.position.tolist() == [s.num_computed for s in rows]
+        )
+
+
 def places_of(rows: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """The position of each row's token, and the length of its sequence after the step: int64 [B].
 
@@ -289,3 +306,13 @@ def inputs_of(
         "goes": due,
     }
     return DecodeInputs(position, prompts, fresh, sent, written, entries, due)
+
+
+def inputs_ahead(
+    rows: list[Sequence], page_size: int, table: PageTable, state: SequenceState
+) -> InputsAhead | None:
+    """The inputs of the step after this one, if it has the same rows; None: a page is missing."""
+    if any(len(s.pages) * page_size <= s.num_computed for s in rows):
+        return None
+    inputs = inputs_of(rows, page_size, table, state, None)
+    return InputsAhead([*rows], [s.pages for s in rows], inputs)

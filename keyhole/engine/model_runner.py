@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +18,10 @@ from keyhole.engine.cuda_graph_runner import CudaGraphRunner, Outputs, Recorder
 from keyhole.engine.decode_inputs import (
     DecodeInputs,
     Eviction,
+    InputsAhead,
     PageTable,
     SequenceState,
+    inputs_ahead,
     inputs_of,
 )
 from keyhole.engine.head_runner import HeadRunner
@@ -37,22 +37,6 @@ from keyhole.models.positions import RopeShift, rotates
 from keyhole.policies.base import CachedLayers, Policy, SequenceRows, Step
 from keyhole.policies.prefill.base import PrefillPolicy
 from keyhole.retrieval.gate import SeerGate
-
-
-class _Ahead(NamedTuple):
-    """The inputs of a step, made before the step."""
-
-    rows: list[Sequence]
-    pages: list[array[int]]
-    inputs: DecodeInputs
-
-    def is_of(self, rows: list[Sequence]) -> bool:
-        """Whether these are the rows, with the same lists of pages, one token further."""
-        return (
-            self.rows == rows
-            and all(s.pages is pages for s, pages in zip(rows, self.pages, strict=True))
-            and self.inputs.position.tolist() == [s.num_computed for s in rows]
-        )
 
 
 class Runner:
@@ -119,7 +103,7 @@ class Runner:
         # Of a step with proposed tokens: its recurrent states, and what each sequence had computed.
         self._unverified: tuple[RecurrentStep, list[tuple[Sequence, int]]] | None = None
         # Of the next step, if its rows are those of the last one.
-        self._ahead: _Ahead | None = None
+        self._ahead: InputsAhead | None = None
         # Of the last step: the page that each sequence evicts, which are due, and the sequences.
         self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
@@ -154,9 +138,7 @@ class Runner:
         if inputs is not None and self._recorded is not None and self._is_plain(plan):
             outputs = self._recorded.run(inputs, decoded)
             if outputs is not None:
-                found = self._finished(plan, inputs, outputs, wanted)
-                self._look_ahead(plan, self._recorded)
-                return found
+                return self._finished(plan, inputs, outputs, wanted)
         spans = [(s, s.num_computed, s.num_computed + count) for s, count in plan.chunks]
         tokens = _join([decoded, *(np.asarray(s.tokens[start:end]) for s, start, end in spans)])
         starts = [] if inputs is None else [inputs.position]
@@ -264,7 +246,8 @@ class Runner:
             return None
         rows = plan.rows
         ahead, self._ahead = self._ahead, None
-        inputs = ahead.inputs if ahead and ahead.is_of(rows) else self._inputs_of(rows)
+        size, parts = self._cache.page_size, (self._table, self._state, self._eviction)
+        inputs = ahead.inputs if ahead and ahead.is_of(rows) else inputs_of(rows, size, *parts)
         if self._prefetcher is not None:
             for sequence, new in zip(rows, inputs.fresh.tolist(), strict=True):
                 if new:
@@ -272,21 +255,6 @@ class Runner:
         if self._head_runner is not None:
             self._head_runner.check(int(inputs.position.max()) + 1)
         return inputs
-
-    def _inputs_of(self, rows: list[Sequence]) -> DecodeInputs:
-        return inputs_of(rows, self._cache.page_size, self._table, self._state, self._eviction)
-
-    def _look_ahead(self, plan: SchedulerOutput, recorded: CudaGraphRunner) -> None:
-        """Prepares the next step while the device computes this one, in case its rows are the same.
-
-        Not where pages are evicted, which is known after the step, nor where a page is missing.
-        """
-        rows, size = [*plan.decodes], self._cache.page_size
-        if self._eviction is not None or plan.drafts:
-            return
-        if all(len(sequence.pages) * size > sequence.num_computed for sequence in rows):
-            self._ahead = _Ahead(rows, [s.pages for s in rows], self._inputs_of(rows))
-            recorded.look_ahead(self._ahead.inputs)
 
     def _begin(
         self,
@@ -359,13 +327,16 @@ class Runner:
         self, plan: SchedulerOutput, inputs: DecodeInputs, outputs: Outputs, wanted: list[int]
     ) -> tuple[list[Sequence], Tensor, Tensor]:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
-        rows = plan.rows
-        count = len(rows)
+        rows, count = plan.rows, len(plan.rows)
         self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
         if outputs.victims is not None and inputs.due is not None:
             self._victims = outputs.victims[:count], inputs.due, plan.decodes
         for sequence in plan.decodes:
             sequence.num_computed += 1
+        # Not where pages are evicted, which is known after the step.
+        if self._recorded is not None and self._eviction is None and not plan.drafts:
+            self._ahead = inputs_ahead(rows, self._cache.page_size, self._table, self._state)
+            self._recorded.look_ahead(self._ahead)
         logits = outputs.logits[:count]
         if len(wanted) < count:
             logits = logits[self._send(np.asarray(wanted, np.int64))]

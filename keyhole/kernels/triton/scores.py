@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from keyhole.kernels.selection import PagedQuery, ScoreRequest
-from keyhole.kernels.triton.attend import joined, parts_of, split
+from keyhole.kernels.triton.attend import joined, parts_of
+from keyhole.kernels.triton.splits import split
 
 #: Tokens of a block, and heads at a time: a program loops over all heads of a list.
 _TOKENS, _HEADS = 512, 8
