@@ -5,6 +5,7 @@ And they are compiled for one, as the compiler refuses some of what the interpre
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -34,6 +35,26 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path, capability: str) -> None:
     chosen["KEYHOLE_COMPUTE_CAPABILITY"] = capability
     printed = run_tests(chosen, "-p", "tests.gpu.compile_only")
     assert "not compiled" not in printed, printed
+
+
+def test_kernels_assign_to_no_nested_tuple() -> None:
+    """Triton 3.6, which torch 2.11 brings, refuses that; 3.9 takes it."""
+    seen = 0
+    for path in (ROOT / "keyhole/kernels/triton").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and "jit" in ast.dump(
+                ast.List(function.decorator_list)
+            ):
+                seen += 1
+                targets = [
+                    target
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Assign)
+                    for target in node.targets
+                    if isinstance(target, ast.Tuple)
+                ]
+                assert not any(isinstance(x, ast.Tuple) for t in targets for x in t.elts), path
+    assert seen > 20
 
 
 def run_tests(settings: dict[str, str], *more: str) -> str:
