@@ -181,7 +181,7 @@ def test_a_document_that_is_damaged_stops_its_own_question_only(llm: LLM, tmp_pa
         def broken(*_: object) -> None:
             raise KeyholeError("the record of 'handbook' is damaged")
 
-        asked.context.documents[0].rows = broken  # type: ignore[method-assign,assignment]
+        asked.context.documents[0].read_rows = broken  # type: ignore[method-assign,assignment]
         good = llm.engine.add([70, 71, 72], FEW)
         while not (bad.is_finished and good.is_finished):
             llm.engine.step()
