@@ -94,14 +94,15 @@ def test_latents_with_a_selection_per_query_head(
 @pytest.mark.one_in(5)
 @cases(PROMPTS)
 @pytest.mark.parametrize("quantised", [None, torch.int8, torch.uint8])
+@pytest.mark.parametrize("unit", [2 * PAGE] if INTERPRETED else [2 * PAGE, 8 * PAGE])
 def test_a_prompt_over_blocks(
-    shape: tuple[int, ...], dtype: torch.dtype, quantised: torch.dtype | None
+    shape: tuple[int, ...], dtype: torch.dtype, quantised: torch.dtype | None, unit: int
 ) -> None:
     cache = Cache(shape, dtype)
     softcap, sinks = (None, None) if quantised is None else (5.0, cache.sinks)
     if quantised is not None and shape[2:] not in MLA:
         cache.quantise(quantised)
-    length, unit = LENGTHS[_PROMPT], 2 * PAGE
+    length = LENGTHS[_PROMPT]
     start = 91 if INTERPRETED else 27  # in the middle of a block
     heads, rows = shape[0] * shape[1], -(-length // unit) - start // unit
     scores = torch.randn(rows, heads, -(-length // unit), generator=cache.random).to(DEVICE)

@@ -60,7 +60,7 @@ def page_keys(
         page, is_stored = pages[entry], not computed[entry]
         if last[entry] < 0:
             continue
-        digest = hashlib.blake2b(page, digest_size=16)
+        digest = hashlib.blake2b(page.data, digest_size=16)
         digest.update(sources.stored(page[page >= 0]) if is_stored else sources.up_to(last[entry]))
         yield PageKey(entry, digest.digest(), page, is_stored)
 

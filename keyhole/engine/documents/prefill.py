@@ -41,7 +41,7 @@ from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses,
 from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.documents.page_keys import PageKey, page_keys
-from keyhole.engine.documents.pinned_ring import PinnedRing
+from keyhole.engine.documents.read_ahead import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError

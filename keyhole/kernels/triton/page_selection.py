@@ -180,6 +180,14 @@ def _order(scores, row, entry, count, num_entries, first, last):
 
 
 @triton.jit
+def _last_digit(tally, wanted, BINS: tl.constexpr):
+    """The digit of the last of `wanted` entries from above, and how many with it are wanted."""
+    from_here_on = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
+    digit = tl.sum((from_here_on >= wanted).to(tl.int32), 0) - 1
+    return digit, wanted - tl.sum(tl.where(tl.arange(0, BINS) > digit, tally, 0), 0)
+
+
+@triton.jit
 def _tally(
     scores,
     valid,
@@ -208,11 +216,8 @@ def _tally(
         digits = tl.load(found + (row * 4 + PASS - 2) * 2).to(tl.uint32, bitcast=True)
         wanted = tl.load(found + (row * 4 + PASS - 2) * 2 + 1)
     if PASS > 0:
-        digit = tl.arange(0, BINS)
-        tally = tl.load(tallies + (row * 4 + PASS - 1) * BINS + digit)
-        from_here_on = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
-        mine = tl.sum((from_here_on >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(digit > mine, tally, 0), 0)
+        tally = tl.load(tallies + (row * 4 + PASS - 1) * BINS + tl.arange(0, BINS))
+        mine, wanted = _last_digit(tally, wanted, BINS)
         digits = (digits << 8) | mine.to(tl.uint32)
         if block == 0:
             tl.store(found + (row * 4 + PASS - 1) * 2, digits.to(tl.int32, bitcast=True))
@@ -305,14 +310,10 @@ def _choose(
     entry = tl.arange(0, ENTRIES)
     order = _order(scores, row, entry, count, num_entries, first, last)
     known = entry < count
-    among, bins = known, tl.arange(0, BINS)
-    digits, wanted = tl.zeros([], tl.uint32), tl.minimum(count, k)
+    among, digits, wanted = known, tl.zeros([], tl.uint32), tl.minimum(count, k)
     for number in tl.static_range(4):
         digit = ((order >> (24 - 8 * number)) & 0xFF).to(tl.int32)
-        tally = tl.histogram(digit, BINS, mask=among)
-        from_here_on = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
-        mine = tl.sum((from_here_on >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(bins > mine, tally, 0), 0)
+        mine, wanted = _last_digit(tl.histogram(digit, BINS, mask=among), wanted, BINS)
         digits = (digits << 8) | mine.to(tl.uint32)
         among = among & (digit == mine)
     indices += row.to(tl.int64) * k
@@ -328,30 +329,17 @@ def top_k(
     num_rows, lists, num_entries = scores.shape
     rows = num_rows * lists
     new = partial(torch.empty, dtype=torch.int32, device=scores.device)
-    entries = max(num_entries, k)
+    indices, counts = new(num_rows, lists, k), new(num_rows, lists)
+    entries, sizes = max(num_entries, k), (num_entries, k, first, last)
     if entries <= _ONE_BLOCK:
         entries = max(_ENTRIES, triton.next_power_of_2(entries))
-        indices, counts = new(num_rows, lists, k), new(num_rows, lists)
-        _choose[(rows,)](
-            scores,
-            valid,
-            indices,
-            counts,
-            num_entries,
-            k,
-            first,
-            last,
-            LISTS=lists,
-            BINS=_BINS,
-            ENTRIES=entries,
-            num_warps=4 * entries // _ENTRIES,
-        )
+        constants = {"LISTS": lists, "BINS": _BINS, "ENTRIES": entries}
+        warps = 4 * entries // _ENTRIES
+        _choose[(rows,)](scores, valid, indices, counts, *sizes, **constants, num_warps=warps)
         return Selection(indices, counts, unit)
     blocks = -(-entries // _ENTRIES)
     tallies = new(rows, _PASSES, _BINS).zero_()
     found, in_blocks = new(rows, _PASSES, 2), new(rows, blocks, 2)
-    indices, counts = new(num_rows, lists, k), new(num_rows, lists)
-    sizes = (num_entries, k, first, last)
     for digit in range(_PASSES + 1):
         _tally[rows, blocks](
             scores,

@@ -25,6 +25,9 @@ from keyhole.kernels.triton.quantised import code, scales_of, widened
 _LOG2E = 1.4426950408889634
 #: Queries and keys of a tile; fewer for large heads, whose tiles would not fit in shared memory.
 _TILE, _SMALL_TILE = 64, 16
+#: Queries of a tile over pages of 8 bits: with 64, `_attend_chosen` was wrong on an H200
+#: (benchmarks/LOG.md).
+_TILE_OF_8_BITS = 32
 _LARGEST_HEAD = 128
 
 
@@ -331,7 +334,8 @@ def block_sparse_prefill(
     num_tokens, num_heads, _ = query.shape
     out = query.new_empty(num_tokens, num_heads, row_dim(value_pages))
     tile = _tile(query, out)
-    rows = min(tile, max(16, triton.next_power_of_2(blocks.unit)))
+    most = min(tile, _TILE_OF_8_BITS) if code(key_pages) else tile
+    rows = min(most, max(16, triton.next_power_of_2(blocks.unit)))
     _attend_blocks[len(indices) * -(-blocks.unit // rows), num_heads](
         query,
         key_pages,

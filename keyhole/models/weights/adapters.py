@@ -218,7 +218,7 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     import peft
 
     try:
-        config = peft.PeftConfig.from_pretrained(str(adapter))
+        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
         if config.peft_type != peft.PeftType.LORA:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
