@@ -174,6 +174,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.start is not None and arguments.match_layers is not MATCH_LAYERS:
         parser.error("--match-layers sets initial weights, and --start has its own; leave one out")
+    if not arguments.stretch > 0:
+        parser.error(f"--stretch {arguments.stretch}: a number above 0 is needed")
     train(TrainerSettings(**vars(arguments)))
 
 

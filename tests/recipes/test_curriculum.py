@@ -68,3 +68,12 @@ def test_stages_follow_each_other():
         SINGLE[1],
         SINGLE[-1],
     ]
+
+
+def test_stretched_stages_last_longer():
+    usual, twice = (
+        FeedRows(seed=0, rank=0, num_ranks=1, batch_scale=1, stretch=stretch) for stretch in (1, 2)
+    )
+    for stage in SINGLE[:-1]:
+        assert usual._stage(round(stage.until) - 1) == stage == twice._stage(2 * stage.until - 1)
+        assert twice._stage(stage.until) == stage != usual._stage(stage.until)
