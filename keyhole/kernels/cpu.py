@@ -1,7 +1,7 @@
 """The operations on a CPU, computed by our C++ extension: same contracts, same results.
 
-One binary holds code for AVX-512 with BF16 and VNNI, for AVX2 and for any processor; the best one
-that the processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects
+One binary holds code for Intel's matrix unit (AMX), for AVX-512 with BF16 and VNNI, for AVX2 and
+for any processor; the best one that the processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects
 another one, or `reference`. Operands that the extension does not accept (float64, operands of
 different dtypes) go to the reference.
 """
@@ -70,6 +70,15 @@ def current() -> str:
 
 
 _path: str | None = None
+
+
+def most_tokens(dtype: torch.dtype) -> int:
+    """Up to so many tokens `linear` is at least as fast as torch's (benchmarks/LOG.md).
+
+    Vectors multiply one token after another. The matrix unit takes sixteen at once, so that reading
+    the weights is what takes time.
+    """
+    return 64 if dtype == torch.bfloat16 and current() == "amx" else 8
 
 
 def takes(*tensors: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from keyhole import kernels
-from keyhole.kernels import reference
+from keyhole.kernels import cpu, reference
 
 # Linear layers of a model on a CPU, dispatched to the fastest product for each shape.
 #
@@ -29,9 +29,8 @@ from keyhole.kernels import reference
 # of tokens with every batch of prompts grew by a megabyte each time. So it gets few numbers.
 
 
-# Tokens up to which our kernel was at least as fast as torch, and from which oneDNN was faster than
-# MKL (benchmarks/LOG.md).
-_FEW, _MANY = 8, 32
+# Tokens from which oneDNN was faster than MKL (benchmarks/LOG.md).
+_MANY = 32
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -46,7 +45,7 @@ class FastLinear(nn.Linear):
         if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
             return linear(input, self.weight, self.bias)
         tokens = input.numel() // self.in_features
-        if tokens <= _FEW:
+        if tokens <= cpu.most_tokens(self.weight.dtype):
             return kernels.linear(input, self.weight, self.bias)
         if input.dtype != torch.float32:
             return _by_few_shapes(linear, input, self.weight, self.bias)

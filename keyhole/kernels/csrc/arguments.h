@@ -220,6 +220,14 @@ struct Path {
 
 extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only
 
+// What Intel's matrix unit computes faster than vectors, and hands to `avx512_path` where it does not.
+struct MatrixPath {
+    void (*attend)(const Attend&);
+    void (*prefill)(const Prefill&);
+    void (*linear)(const Linear&);
+};
+extern const MatrixPath amx_path;  // on x86 only
+
 // The other operations move or compare single numbers.
 void append(const Append&);
 void exchange(const Exchange&);

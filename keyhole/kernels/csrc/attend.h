@@ -193,11 +193,12 @@ class Attention {
     void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,
               const Rows& rows) const {
         constexpr int N = Form::tokens;
+        [[maybe_unused]] typename Form::Unit unit{};
         Tiles<K, N> tiles(source, begin, end, a_.D + a_.Dv);
         const auto over = [&](const Tile<K, N>& tile, const Scales* scales) {
             float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
-            attend_tile(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
-                           a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
+            Form::attend(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+                         a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
         };
         for (; tiles.left(); tiles.advance()) {
             if constexpr (Form::reads_scales) {

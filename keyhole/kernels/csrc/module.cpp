@@ -13,6 +13,10 @@
 #if defined(KEYHOLE_X86)
 #include <cpuid.h>
 #endif
+#if defined(KEYHOLE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "arguments.h"
 
@@ -48,14 +52,29 @@ bool has_f16c() {
 }
 #endif
 
+#if defined(KEYHOLE_AMX)
+// Whether the processor has the matrix unit and the system lets this process use it.
+bool has_amx() {
+    constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & wanted) != wanted) return false;
+    constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+#endif
+
 // The paths that this processor can run, best first.
 std::vector<std::string> paths() {
     std::vector<std::string> found;
 #if defined(KEYHOLE_X86)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+#if defined(KEYHOLE_AMX)
+        if (has_amx()) found.push_back("amx");
+#endif
         found.push_back("avx512");
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         found.push_back("avx2");
 #endif
@@ -63,13 +82,22 @@ std::vector<std::string> paths() {
     return found;
 }
 
-const Path* path = &portable_path;
+Path path = portable_path;
 
 void use(const std::string& name) {
     for (const std::string& known : paths())
         if (known == name) {
 #if defined(KEYHOLE_X86)
-            path = name == "avx512" ? &avx512_path : name == "avx2" ? &avx2_path : &portable_path;
+            path = name == "amx" || name == "avx512" ? avx512_path
+                   : name == "avx2"                  ? avx2_path
+                                                     : portable_path;
+#endif
+#if defined(KEYHOLE_AMX)
+            if (name == "amx") {
+                path.attend = amx_path.attend;
+                path.prefill = amx_path.prefill;
+                path.linear = amx_path.linear;
+            }
 #endif
             return;
         }
@@ -95,7 +123,7 @@ void attend(int dtype, bool rounded, std::tuple<int64_t, int64_t, int64_t, int64
     const auto [turns, pairs, turned_from] = angles;
     const LowRank low_rank{R, k, chunk, at<void>(coefficients), at<void>(basis), at<int32_t>(first),
                            at<int32_t>(taken), at<float>(turns), pairs, turned_from};
-    path->attend({static_cast<DType>(dtype),
+    path.attend({static_cast<DType>(dtype),
                   rounded,
                   B,
                   Hq,
@@ -134,7 +162,7 @@ void prefill(std::tuple<int, int> dtypes, std::tuple<int64_t, int64_t, int64_t, 
     const auto [dtype, stored] = dtypes;
     const auto [positions, tokens, n] = chosen;
     const auto [page_list, M] = table;
-    path->prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
+    path.prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
                    pages(keys, key_strides), pages(values, value_strides), at<int64_t>(page_list),
                    M, start, window, at<int64_t>(positions), at<int32_t>(tokens), n,
                    {scale, softcap, at<float>(sinks)}, at<void>(out)});
@@ -151,7 +179,7 @@ void block_sparse_prefill(std::tuple<int, int> dtypes,
     const auto [dtype, stored] = dtypes;
     const auto [indices, counts, listed, block_size] = blocks;
     const auto [page_list, M] = table;
-    path->prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
+    path.prefill({static_cast<DType>(dtype), static_cast<DType>(stored), T, Hq, Hkv, D, Dv, page_size, at<void>(query),
                    pages(keys, key_strides), pages(values, value_strides), at<int64_t>(page_list),
                    M, start, 0, nullptr, nullptr, 0, {scale, softcap, at<float>(sinks)},
                    at<void>(out), at<int32_t>(indices), at<int32_t>(counts), listed, block_size});
@@ -162,7 +190,7 @@ void append_rows(std::tuple<int, int> dtypes, int64_t itemsize, int64_t T, int64
                  int64_t page_size, Address to, Strides strides, Address rows, int64_t row_stride,
                  int64_t row_head_stride, Address slots) {
     const auto [dtype, stored] = dtypes;
-    const auto write = dtype == stored ? append : path->quantise;
+    const auto write = dtype == stored ? append : path.quantise;
     write({static_cast<DType>(dtype), static_cast<DType>(stored), itemsize, T, Hkv, D, page_size, at<void>(to), std::get<0>(strides),
             std::get<1>(strides), std::get<2>(strides), at<void>(rows), row_stride, row_head_stride,
             at<int64_t>(slots)});
@@ -172,7 +200,7 @@ void append_rows(std::tuple<int, int> dtypes, int64_t itemsize, int64_t T, int64
 void page_bounds(std::tuple<int, int> dtypes, int64_t n, int64_t Hkv, int64_t D, Address keys,
                  const KeyStrides& strides, Address low, Address high, Address which, Address filled) {
     const auto [dtype, stored] = dtypes;
-    path->page_bounds({static_cast<DType>(dtype), static_cast<DType>(stored), n, Hkv, D, pages(keys, strides), at<void>(low),
+    path.page_bounds({static_cast<DType>(dtype), static_cast<DType>(stored), n, Hkv, D, pages(keys, strides), at<void>(low),
                        at<void>(high), at<int64_t>(which), at<int64_t>(filled)});
 }
 
@@ -180,7 +208,7 @@ void bound_scores(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t, int6
                   Address query, Address low, Address high, Address table, int64_t table_stride,
                   Address out) {
     const auto [B, Hq, Hkv, D, M] = sizes;
-    path->bound_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, at<void>(query), at<void>(low),
+    path.bound_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, at<void>(query), at<void>(low),
                         at<void>(high), at<int32_t>(table), table_stride, at<float>(out)});
 }
 
@@ -189,7 +217,7 @@ void summary_scores(int dtype,
                     Address query, Address summaries, Address table, int64_t table_stride,
                     Address valid, Address out) {
     const auto [B, Hq, Hkv, D, M, n] = sizes;
-    path->summary_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, n, at<void>(query),
+    path.summary_scores({static_cast<DType>(dtype), B, Hq, Hkv, D, M, n, at<void>(query),
                           at<void>(summaries), at<int32_t>(table), table_stride,
                           at<int32_t>(valid), at<float>(out)});
 }
@@ -204,7 +232,7 @@ void spread(int64_t itemsize, std::tuple<int64_t, int64_t, int64_t, int64_t, int
 
 void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_stride, Address weight,
             Address bias, Address out) {
-    path->linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride, at<void>(weight),
+    path.linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride, at<void>(weight),
                   at<void>(bias), at<void>(out)});
 }
 
@@ -215,14 +243,14 @@ Packed packed(int64_t bits, int64_t group, Address codes, Address scales, Addres
 void packed_linear(int dtype, int64_t T, int64_t I, int64_t O, int64_t bits, int64_t group,
                    Address x, int64_t x_stride, Address codes, Address scales, Address minimums,
                    Address bias, Address out) {
-    path->packed_linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride,
+    path.packed_linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride,
                          packed(bits, group, codes, scales, minimums), at<void>(bias),
                          at<void>(out)});
 }
 
 void unpack(int dtype, int64_t I, int64_t O, int64_t bits, int64_t group, Address codes,
             Address scales, Address minimums, Address out) {
-    path->unpack({static_cast<DType>(dtype), I, O, packed(bits, group, codes, scales, minimums),
+    path.unpack({static_cast<DType>(dtype), I, O, packed(bits, group, codes, scales, minimums),
                   at<void>(out)});
 }
 

@@ -157,9 +157,10 @@ class CausalAttention {
         float* room = packed_ + thread * room_;
         const PromptTiles<T> reader(a_, room);
         WidenedTile<K, T> wide(a_.D, a_.Dv, room + packed_room_);
-        Tiles<K> tiles(from, low, high, a_.D + a_.Dv);
+        constexpr int N = PromptTiles<T>::tokens;
+        Tiles<K, N> tiles(from, low, high, a_.D + a_.Dv);
         for (; tiles.left(); tiles.advance()) {
-            const Tile<K>& tile = tiles.tile();
+            const Tile<K, N>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&
                               tile.position[0] >= first_seen(last);
             const int64_t *from = seen ? nullptr : after, *to = seen ? nullptr : until;

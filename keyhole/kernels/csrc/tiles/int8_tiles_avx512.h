@@ -18,6 +18,7 @@ struct Int8Digits {
     using Number = int8_t;
     static constexpr int tokens = 64;
     static constexpr bool reads_scales = true;
+    struct Unit {};
     static int64_t size(int64_t D) { return kDigits * rounded_up(D, kColumns) + kColumns; }
 
     template <class T>
@@ -41,6 +42,10 @@ struct Int8Digits {
             put(low, to + kDigits * d + 4, tail.offset[1]);
         }
         memcpy(to + kDigits * rounded_up(D, kColumns), &tail, sizeof tail);
+    }
+    template <class... Arguments>
+    static void attend(const Arguments&... all) {
+        attend_tile(all...);
     }
     static Tail tail_of(const int8_t* query, int64_t D) {
         Tail tail;

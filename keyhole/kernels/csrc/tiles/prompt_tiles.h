@@ -3,6 +3,7 @@
 template <class T>
 class PromptTiles {
   public:
+    static constexpr int tokens = kTile;  // of a tile
     // Floats that a thread needs.
     static int64_t room(int64_t, int64_t) { return 0; }
 

@@ -39,6 +39,7 @@ static inline void multiply(const float* a, int64_t a_stride, const float* b, in
 template <class T>
 class PromptTiles {
   public:
+    static constexpr int tokens = kTile;  // of a tile
     // Floats that a thread needs.
     static int64_t room(int64_t D, int64_t Dv) {
         return (D + rounded_up(Dv, Vector::width)) * kTile;

@@ -345,10 +345,16 @@ template <class K>
 struct QueryForm {
     using Number = typename Product<K>::Query;
     static constexpr int tokens = kTile;
-    static constexpr bool reads_scales = false;  // `attend_tile` takes them
+    static constexpr bool reads_scales = false;  // `attend` takes them
+    struct Unit {};  // what a thread holds while it calls `attend`
     static int64_t size(int64_t D) { return rounded_up(D, Product<K>::step); }
     template <class T>
     static void keep(const T* from, int64_t D, Number* to) {
         keep_query<T, K>(from, D, to);
+    }
+    // As `attend_tile`.
+    template <class... Arguments>
+    static void attend(const Arguments&... all) {
+        attend_tile(all...);
     }
 };

@@ -1,0 +1,58 @@
+// What Intel's matrix unit computes: attention and linear layers in bfloat16. The rest, and operands
+// that do not fit, go to AVX-512.
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+
+#include "arguments.h"
+#include "numbers.h"
+
+namespace keyhole {
+namespace {
+
+#include "vector_avx512.h"
+#include "threads.h"
+#include "tile.h"
+#include "low_rank.h"
+#include "source.h"
+#include "row_blocks.h"
+#include "attend.h"
+#include "matrix_unit_amx.h"
+#include "matrix_tiles_amx.h"
+#include "prompt_tiles_amx.h"
+#include "prefill.h"
+#include "linear.h"
+#include "matrix_linear.h"
+
+bool fits(int64_t D, int64_t Dv) { return D <= kMostColumns && Dv <= kMostColumns; }
+
+// Rows of a group that fill half of the unit's: with fewer, vectors are as fast (benchmarks/LOG.md).
+constexpr int64_t kFewestRows = 4;
+
+void attend(const Attend& a) {
+    if (a.dtype == DType::bfloat16 && fits(a.D, a.Dv) && !a.low_rank && a.keys.dim_stride == 1 &&
+        a.Hq / a.Hkv >= kFewestRows)
+        return Attention<bfloat16, bfloat16, MatrixForm>(a).run();
+    avx512_path.attend(a);
+}
+
+void prefill(const Prefill& a) {
+    if (fits(a.D, a.Dv) && a.dtype == DType::bfloat16 && a.stored == DType::bfloat16)
+        return CausalAttention<bfloat16>(a).run();
+    avx512_path.prefill(a);
+}
+
+void linear(const Linear& a) {
+    if (a.dtype == DType::bfloat16 && a.I % 32 == 0 && a.O >= kTile && a.T > 0 &&
+        a.T <= kMostTokens)
+        return matrix_linear(a);
+    avx512_path.linear(a);
+}
+
+}  // namespace
+
+extern const MatrixPath amx_path;
+const MatrixPath amx_path = {attend, prefill, linear};
+
+}  // namespace keyhole
