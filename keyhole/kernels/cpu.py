@@ -1,9 +1,9 @@
 """The operations on a CPU, computed by our C++ extension: same contracts, same results.
 
 One binary holds code for Intel's matrix unit (AMX), for AVX-512 with BF16 and VNNI, for AVX2 and
-for any processor; the best one that the processor supports is chosen at import. `KEYHOLE_KERNELS` in the environment selects
-another one, or `reference`. Operands that the extension does not accept (float64, operands of
-different dtypes) go to the reference.
+for any processor; the best one that the processor supports is chosen at import. `KEYHOLE_KERNELS`
+in the environment selects another one, or `reference`. Operands that the extension does not accept
+(float64, operands of different dtypes) go to the reference.
 """
 
 from __future__ import annotations
