@@ -19,7 +19,7 @@ FORMATS = st.sampled_from(
 
 
 @given(
-    st.integers(1, 19),
+    st.integers(1, 36),
     st.sampled_from((1, 15, 16, 17, 100)),
     st.sampled_from((1, 2, 5, 17)),
     FORMATS,

@@ -225,6 +225,7 @@ struct MatrixPath {
     void (*attend)(const Attend&);
     void (*prefill)(const Prefill&);
     void (*linear)(const Linear&);
+    void (*packed_linear)(const PackedLinear&);
 };
 extern const MatrixPath amx_path;  // on x86 only
 

@@ -97,6 +97,7 @@ void use(const std::string& name) {
                 path.attend = amx_path.attend;
                 path.prefill = amx_path.prefill;
                 path.linear = amx_path.linear;
+                path.packed_linear = amx_path.packed_linear;
             }
 #endif
             return;

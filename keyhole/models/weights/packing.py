@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from keyhole import kernels
 from keyhole.errors import ConfigError, ModelError
 from keyhole.kernels import PackedWeight
+from keyhole.kernels.cpu import most_tokens
 from keyhole.models.weights.blocks import BlockWeight
 from keyhole.models.weights.weight_format import WeightFormat
 
@@ -71,9 +72,13 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, without gradients."""
-        if input.numel() <= _FEW * self.in_features:
+        if input.numel() <= self.few_tokens(input.dtype) * self.in_features:
             return self.product_of_few(input)
         return _product_of_many(self, input, range(self.out_features), self.bias)
+
+    def few_tokens(self, dtype: torch.dtype) -> int:
+        """Up to so many tokens the codes are read; with more, unpacking is faster."""
+        return max(_FEW, most_tokens(dtype))
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, which reads the codes."""
@@ -118,6 +123,10 @@ class _Blocks(_Packed):
 
 class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
     """An `nn.Linear` over a weight in llama.cpp's blocks."""
+
+    def few_tokens(self, dtype: torch.dtype) -> int:
+        """As for packed weights; the products are computed in float32."""
+        return super().few_tokens(torch.float32)
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, with the weights exactly as stored."""
