@@ -125,8 +125,12 @@ class ClusterKV(Policy):
         return dataclasses.replace(self, sink_size=sinks, cluster_every=every)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All layers except the dense ones. ConfigError for a selection per query head."""
+        """All layers except the dense ones.
+
+        ConfigError for a selection per query head, and if generated tokens are not counted.
+        """
         base.require_shared_group(self.name, self.share_group)
+        base.require_in_budget(self, "generated='counted'")
         return super().offloadable(geometry)
 
     @classmethod
