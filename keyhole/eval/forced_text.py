@@ -33,7 +33,15 @@ from keyhole.engine.sequence import Sequence as Running
 from keyhole.errors import ConfigError
 from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import make
-from keyhole.eval.workload import MakeEngine, Request, Served, Shown, Workload, serve
+from keyhole.eval.workload import (
+    FIRST_SEED,
+    MakeEngine,
+    Request,
+    Served,
+    Shown,
+    Workload,
+    serve,
+)
 from keyhole.kernels import ScoreRequest, Selection
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy, Step
@@ -154,31 +162,44 @@ class Likelihood:
 
 
 class Perplexity(Workload):
-    """How well the next token is predicted; the score is 1 / perplexity, from 0 to 1."""
+    """How well the next token is predicted; the score is 1 / perplexity, from 0 to 1.
+
+    first: the number of the first window.
+    """
 
     name = "perplexity"
     has_question = False
 
-    def __init__(self, text: Windows) -> None:
+    def __init__(self, text: Windows, first: int = 0) -> None:
         self.settings = {"text": text.digest, "continuation": CONTINUATION}
-        self._text = text
+        if first:  # lines without it have the windows from 0 on
+            self.settings[FIRST_SEED] = first
+        self._text, self._first = text, first
 
     def available(self, length: int, limit: int) -> int:
-        """All windows of the text, at most `limit`."""
-        return min(limit, self._text.windows(length))
+        """All windows of the text from the first one on, at most `limit`."""
+        number = self._text.windows(length)
+        right = f"below {number}, the windows of {length} tokens in the text"
+        require(self._first < number, FIRST_SEED, self._first, right)
+        return min(limit, number - self._first)
 
     def measure(
         self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
     ) -> dict[str, Any]:
         """Runs every window."""
-        windows = [self._text.window(length, number) for number in range(samples)]
+        windows = self._windows(length, samples)
         likelihood = Likelihood(windows)
         served = serve(make_engine(policy), [forced(w) for w in windows], likelihood.take)
         return {**likelihood_fields(likelihood.nlls()), **self._costs(served)}
 
     def shown(self, length: int, setup: str) -> Shown:
         """The first window; it has no marks, because any part of it may be needed."""
-        return Shown(dataclasses.replace(forced(self._text.window(length, 0)), keep_logits=False))
+        (window,) = self._windows(length, 1)
+        return Shown(dataclasses.replace(forced(window), keep_logits=False))
+
+    def _windows(self, length: int, number: int) -> list[list[int]]:
+        """The first windows."""
+        return [self._text.window(length, self._first + i) for i in range(number)]
 
     def _costs(self, served: Served) -> dict[str, Any]:
         """Fed tokens count as generated ones, because each is a decode step."""
@@ -385,7 +406,7 @@ class AttentionRecall(Perplexity):
         self, make_engine: MakeEngine, policy: Policy, length: int, setup: str, samples: int
     ) -> dict[str, Any]:
         """Runs every window under the policy and under full attention."""
-        windows = [self._text.window(length, number) for number in range(samples)]
+        windows = self._windows(length, samples)
         requests, likelihood = [forced(window) for window in windows], Likelihood(windows)
         rows = SampleRows()
         reads = SampleReads(rows=rows)

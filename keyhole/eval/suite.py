@@ -417,13 +417,15 @@ def make_workloads(
 ) -> list[Workload]:
     """A workload for each task of `tasks.parse`; text: the file for tasks that force a text.
 
-    first_seed: of samples that are made from seeds. Without a text, tasks that force one use
-    derivations in the vocabulary of the bundled model. ConfigError for a model without a tokenizer,
-    and for a text that cannot be read.
+    first_seed: the number of the first sample, or of the first window of a text. Without a text,
+    tasks that force one use derivations in the vocabulary of the bundled model. ConfigError for a
+    model without a tokenizer, and for a text that cannot be read.
     """
     forced = {cls.name: cls for cls in (Perplexity, AttentionRecall)}
     windows = TinyText(model) if text is None else WindowedText(text, model)
     return [
-        forced[task](windows) if isinstance(task, str) else Answered(task, model, first_seed)
+        forced[task](windows, first_seed)
+        if isinstance(task, str)
+        else Answered(task, model, first_seed)
         for task in parsed
     ]

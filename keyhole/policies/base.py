@@ -406,6 +406,18 @@ def require_shared_group(policy: str, share_group: bool) -> None:
         )
 
 
+def require_in_budget(policy: Policy, setting: str) -> None:
+    """ConfigError for layers that are offloaded, and a policy that reads outside its budget.
+
+    setting: what would keep it within.
+    """
+    if policy.outside_budget():
+        raise ConfigError(
+            f"policy {policy.name!r} with offload= needs {setting}: what is loaded of offloaded "
+            "layers is bounded by token_budget"
+        )
+
+
 def whole_entries(size: int | None, unit: int = 1) -> int:
     """Entries of `unit` tokens that hold `size` tokens; None is none."""
     return -(-(size or 0) // unit)

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 # The number of centroids is rounded up to multiples of this.
 _ROUNDED = 64
+# Clusters of a prompt, at most. Beside keys of 16 bits the number of a token's cluster has 15 bits;
+# half of these numbers are left for clusters of generated tokens.
+_MOST_OF_PROMPT = 1 << 14
 
 #: The handling of generated tokens, and which of them are read outside the budget.
 _GENERATED = {
@@ -125,8 +128,12 @@ class ClusterKV(Policy):
         return dataclasses.replace(self, sink_size=sinks, cluster_every=every)
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
-        """All layers except the dense ones. ConfigError for a selection per query head."""
+        """All layers except the dense ones.
+
+        ConfigError for a selection per query head, and if generated tokens are not counted.
+        """
         base.require_shared_group(self.name, self.share_group)
+        base.require_in_budget(self, "generated='counted'")
         return super().offloadable(geometry)
 
     @classmethod
@@ -256,8 +263,8 @@ class ClusterKV(Policy):
     def _of_prompt(self, tokens: Any) -> Any:
         """Clusters for the tokens of a prompt after its first ones. Arrays or tensors."""
         if self.num_clusters is None:
-            return self._number(tokens)
-        return tokens.clip(0, self.num_clusters)
+            return self._number(tokens).clip(0, _MOST_OF_PROMPT)
+        return tokens.clip(0, min(self.num_clusters, _MOST_OF_PROMPT))
 
     def _pieces(self, prompts: Any, lengths: Any) -> Any:
         """How often generated tokens were clustered, not counting the newest. Arrays or tensors."""

@@ -45,7 +45,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
-from keyhole.errors import ConfigError
 from keyhole.policies import base, selection_layers
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
@@ -115,11 +114,7 @@ class OmniKV(Policy):
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """The layers that a filter serves. ConfigError if generated tokens are kept."""
-        if self.keep_generated:
-            raise ConfigError(
-                "policy 'omnikv' with offload= needs keep_generated=False: what is loaded of "
-                "offloaded layers is bounded by token_budget"
-            )
+        base.require_in_budget(self, "keep_generated=False")
         return selection_layers.served(self.filter_layers, self.full_layers, geometry)
 
     def token_scores(self, geometry: Geometry) -> int:

@@ -44,6 +44,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.errors import ConfigError
+from keyhole.policies import base
 from keyhole.policies.base import LowRank, Policy, Selection, Step
 
 if TYPE_CHECKING:
@@ -134,13 +135,14 @@ class ShadowKV(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones, if full keys are read.
 
-        ConfigError if keys are reconstructed.
+        ConfigError if keys are reconstructed, or tokens are read outside the budget.
         """
         if self.rank != 0:
             raise ConfigError(
                 "policy 'shadowkv' with offload= needs rank=0: rebuilt keys are not loaded "
                 "from offloaded layers"
             )
+        base.require_in_budget(self, "keep_generated=False and always_beside=False")
         return self._sparse(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
 from keyhole.eval.forced_text import CONTINUATION, Perplexity, WindowedText, forced
 from keyhole.eval.run import model_digest
+from keyhole.eval.suite import make_workloads
 from keyhole.eval.workload import MakeEngine
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -114,3 +115,24 @@ def test_another_text_is_another_task(model: Model, text: WindowedText, tmp_path
     copy.write_text(Path(text.path).read_text())
     assert Perplexity(WindowedText(copy, model)).settings == Perplexity(text).settings
     assert model_digest(model) == model_digest(dataclasses.replace(model, name="renamed"))
+
+
+def test_a_first_seed_begins_with_a_later_window(model: Model, text: WindowedText) -> None:
+    """It was ignored: the second, independent set of samples had the windows of the first."""
+    make_engine, last = engines(model), text.windows(LENGTH) - 1
+    every = Perplexity(text).measure(make_engine, Full(), LENGTH, "prompt", last + 1)
+    later = Perplexity(text, last - 1)
+    assert later.settings == Perplexity(text).settings | {"first_seed": last - 1}
+    assert later.available(LENGTH, 16) == 2
+    found = later.measure(make_engine, Full(), LENGTH, "prompt", 2)
+    assert found["nlls"] == pytest.approx(every["nlls"][-2:], abs=TOLERANCE)
+    assert (
+        later.shown(LENGTH, "prompt").request.prompt == forced(text.window(LENGTH, last - 1)).prompt
+    )
+    with pytest.raises(ConfigError, match=f"first_seed {last + 1} must be below {last + 1}, the"):
+        Perplexity(text, last + 1).available(LENGTH, 16)
+
+
+def test_the_first_seed_of_an_evaluation_reaches_tasks_over_texts(model: Model) -> None:
+    for workload in make_workloads(["perplexity", "attention_recall"], None, model, 7):
+        assert workload.settings["first_seed"] == 7

@@ -149,3 +149,27 @@ def test_as_published_is_not_what_was_measured_for_the_model(tmp_path: Path) -> 
     geometry = dataclasses.replace(shape(28), calibration=tmp_path / "there-is-none.json")
     policy = available_policies()["delta"].as_published(geometry, 512)
     assert policy.resolve(geometry).dense_layers(geometry) == (0, 1, 2, 14, 22)
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "beside"),
+    [
+        ("snapkv", {"generated_in_budget": True}, {"generated_in_budget": False}),
+        ("clusterkv", {}, {"generated": "all_beside"}),
+        ("clusterkv", {}, {"generated": "recent_beside"}),
+        ("shadowkv", {"rank": 0}, {"keep_generated": True}),
+        ("shadowkv", {"rank": 0}, {"always_beside": True}),
+        ("omnikv", {}, {"keep_generated": True}),
+    ],
+)
+def test_what_is_read_outside_the_budget_does_not_go_with_offloaded_layers(
+    name: str, within: dict[str, Any], beside: dict[str, Any], tmp_path: Path
+) -> None:
+    """Buffers of offloaded layers hold the budget: a longer selection ended in an assertion."""
+    model, _ = twins("llama_group3")
+    below: dict[str, Any] = {"offload": tmp_path, "memory": "1MiB"}
+    with pytest.raises(ConfigError, match="bounded by token_budget"):
+        make_engine(model, make_policy(name, {"token_budget": 16, **within, **beside}), **below)
+    engine = make_engine(model, make_policy(name, {"token_budget": 16, **within}), **below)
+    with pytest.raises(ConfigError, match="bounded by token_budget"):
+        engine.under(beside)

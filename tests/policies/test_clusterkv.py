@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keyhole
-from keyhole import LLM, ClusterKV, ConfigError, SamKV, SamplingParams
+from keyhole import LLM, ClusterKV, ConfigError, SamKV, SamplingParams, kernels
 from keyhole.engine.engine import Engine
+from keyhole.policies import clusterkv
 from tests.checkpoints import make_model
 from tests.oracle import Array, Choice, float64, in_order
 from tests.policies.models import PROMPTS, prompt, twins
@@ -23,6 +24,7 @@ from tests.policies.recording import (
     PAGE,
     check_against,
     check_offloaded,
+    forced,
     make_engine,
     run,
     steps,
@@ -345,3 +347,30 @@ def test_as_published_reads_generated_tokens_outside_the_budget() -> None:
     assert ClusterKV.as_published(shape(4), 16).sink_size == 15  # one token is left to select
     with pytest.raises(ConfigError, match="offload= needs share_group=True"):
         policy.offloadable(shape(4))
+
+
+def test_numbers_of_clusters_stay_within_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside 16-bit keys, cluster 32,768 was stored as -32,768: a score before the first was read.
+
+    A prompt has no more clusters than half of these numbers, whatever their size.
+    """
+    keys = torch.randn(2, 1, PAGE, 8, dtype=torch.bfloat16)
+    centroids = keys.new_zeros(2, 2**14, 1, 8)
+    clusters = keys.new_zeros(2, 1, PAGE)
+    numbers = 2**15 - 4, 2**15 + 4
+    pages = torch.arange(2).repeat(2)  # of which the sequence has room for all centroids
+    kernels.form_clusters(keys, centroids, clusters, pages, (0, 2 * PAGE), numbers)
+    stored = clusters.view(torch.int16)
+    assert ((stored >= numbers[0]) & (stored <= 2**15 - 1)).all()
+
+    assert 2 * clusterkv._MOST_OF_PROMPT <= 2**15
+    monkeypatch.setattr(clusterkv, "_MOST_OF_PROMPT", 3)
+    model, _ = twins("llama_group3", num_hidden_layers=2)
+    logits = []
+    for count in (None, 3):
+        policy = ClusterKV(token_budget=8, full_layers=(), cluster_size=2, num_clusters=count)
+        engine = make_engine(model, policy)
+        request = forced(engine, prompt(30), prompt(1))
+        run(engine)
+        logits.append(torch.stack(request.logits))
+    assert torch.equal(*logits)

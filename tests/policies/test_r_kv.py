@@ -164,3 +164,16 @@ def test_of_repeated_tokens_the_older_page_goes() -> None:
 def test_the_window_is_at_most_a_page() -> None:
     assert RKV().resolve(shape(4)).observation_window == 8
     assert RKV.as_published(shape(4), 64) == RKV(token_budget=64)
+
+
+def test_a_model_whose_layers_all_have_windows_evicts_its_oldest_pages() -> None:
+    """It ended with an assertion at the first page to evict, as no layer had a score to add."""
+    model, network = twins("mistral_sliding", num_hidden_layers=2)
+    engine = make_engine(model, RKV(token_budget=2 * PAGE))
+    params = dataclasses.replace(GREEDY, max_tokens=10 * PAGE)
+    request = engine.add(prompt(PAGE), params, keep_logits=True)
+    run(engine)
+    logits = network(torch.tensor([request.tokens[:-1].tolist()])).logits[0, PAGE - 1 :]
+    assert (torch.stack(request.logits) - logits).abs().max() <= 1e-4
+    # Freed once the window of 8 tokens has passed them.
+    assert request.stats().evicted_pages >= 10 - 2 - 8 // PAGE - 1

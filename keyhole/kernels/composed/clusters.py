@@ -72,7 +72,8 @@ def form_clusters(
 
     key_pages [P, Hkv, page_size, D]; centroids [P, m, Hkv, D]: cluster i is stored at
     i % m of page i // m of the sequence; clusters [P, Hkv, page_size], each token's cluster, as
-    integers in the bits of floats; pages int64 [M], the sequence's pages in order.
+    integers in the bits of floats; pages int64 [M], the sequence's pages in order. Tokens of
+    clusters beyond the largest such integer have that number.
     """
     size, slots = clusters.shape[2], centroids.shape[1]
     token = torch.arange(*tokens, device=pages.device)
@@ -80,7 +81,8 @@ def form_clusters(
     means, found = cluster_keys(reference.gather_tokens(key_pages, pages, token), len(number))
     centroids[pages[number // slots], number % slots] = means.transpose(0, 1).to(centroids.dtype)
     bits = _as_integers(clusters)
-    bits[pages[token // size], :, token % size] = (found.T + numbers[0]).to(bits.dtype)
+    own = (found.T + numbers[0]).clamp(max=torch.iinfo(bits.dtype).max)
+    bits[pages[token // size], :, token % size] = own.to(bits.dtype)
 
 
 def cluster_scores(

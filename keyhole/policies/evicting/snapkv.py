@@ -40,6 +40,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.policies import base
 from keyhole.policies.base import Policy, PromptQueries, Selection, Step
 from keyhole.policies.evicting.base import keep_prompt, last_queries, query_state, require_kernel
 
@@ -81,16 +82,21 @@ class SnapKV(Policy):
         """Generated tokens, unless they are counted."""
         return "" if self.generated_in_budget else "all generated tokens"
 
+    def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
+        """All layers except the dense ones. ConfigError if generated tokens are not counted."""
+        base.require_in_budget(self, "generated_in_budget=True")
+        return self._sparse(geometry)
+
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The kept tokens of every sparse layer, the most important first."""
         return {
             f"kept {i}": (geometry.layers[i].num_kv_heads, self.token_budget)
-            for i in self.offloadable(geometry)
+            for i in self._sparse(geometry)
         }
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The last queries of every sparse layer."""
-        return query_state(geometry, self.offloadable(geometry), self._window)
+        return query_state(geometry, self._sparse(geometry), self._window)
 
     def reusable(self, known: int, page_size: int) -> int:
         """All but the window, whose queries are not stored with a cached prefix."""
@@ -140,6 +146,10 @@ class SnapKV(Policy):
         )
         ranked = kernels.most_observed(scores, len(query), self.token_budget)
         step.sequences.state[f"kept {layer}"][step.sequences.slots[row]] = ranked
+
+    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
+        """The layers that keep a choice."""
+        return super().offloadable(geometry)
 
     @property
     def _window(self) -> int:
