@@ -19,6 +19,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
+@pytest.mark.slow
 def test_admission_prints_the_delay_of_other_requests(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "admission.jsonl"
     given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")
