@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_dequantised_file(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> None:
     """Q4_K's scales have a byte each in memory, 3% more; Q5_K's weights 6 bits, 21% more."""
@@ -138,6 +138,7 @@ def test_a_damaged_file_is_not_planned(
     path = tmp_path / "bad.gguf"
     damaged = {"cut": data[: len(data) // 2], "noise": b"no gguf" * 999}
     path.write_bytes(damaged[damage] if damage in damaged else with_wrong_header(data, damage))
+    capsys.readouterr()  # what the first to make such a file prints
     assert main(["plan", "--model", str(path), "--total-memory", "64MiB"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert str(path) in line
