@@ -10,7 +10,7 @@ from benchmarks.reference_pages import combinations_in
 from keyhole.policies import available_policies
 from tests.combinations import FAMILIES, PAGE_OF_METHODS, WAYS, Cell, Lab, cells, covering, render
 
-PARTS = 16
+PARTS = 8
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def chosen() -> list[Cell]:
     return covering(cells())
 
 
-@pytest.mark.one_in(2 * PARTS)
+@pytest.mark.one_in(4 * PARTS)
 @pytest.mark.parametrize("policy", available_policies())
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_works_together(lab: Lab, chosen: list[Cell], policy: str, part: int) -> None:

@@ -43,7 +43,7 @@ from tests.policies.recording import PAGE, Recording, make_engine
 __all__ = ["model", "models", "zeros"]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_repeated_steps_leave_what_single_steps_leave(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str

@@ -86,7 +86,7 @@ def test_in_a_ragged_batch(loaded: Model, texts: list, expected: list[Tensor]) -
     assert_equal(run(many, [add(many, text) for text in texts]), expected)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
 def test_in_prompt_chunks(loaded: Model, texts: list, expected: list[Tensor], chunk: int) -> None:
     chunked = engine(loaded, prefill_chunk=chunk)

@@ -95,7 +95,7 @@ def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:
     return opened(model, policy, memory=memory, offload=place)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [("llama", policy) for policy in POLICIES]

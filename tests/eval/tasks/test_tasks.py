@@ -105,6 +105,7 @@ def test_another_seed_is_another_sample(name: str) -> None:
     assert (first.question, first.answers) != (other.question, other.answers)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLAIN_TASKS)
 def test_a_reader_finds_the_answer_in_the_prompt(name: str) -> None:
     task = make_task(name)
@@ -113,6 +114,7 @@ def test_a_reader_finds_the_answer_in_the_prompt(name: str) -> None:
         assert task.score(sample, read(name, sample.prompt)) == 1.0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TINY_TASKS)
 def test_a_reader_finds_the_answer_in_the_words_of_the_bundled_world(name: str) -> None:
     task = make_task(name)
