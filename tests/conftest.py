@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Generator
+from zlib import crc32
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -27,20 +28,30 @@ if settings is not None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow all but one in n of the cases of a test marked `one_in(n)`.
 
-    Where parameters cross, the cases that stay are diagonals: those whose places in the sorted
-    lists of values add up to a multiple of n. So each value of a list is there if another list has
-    n values or more.
+    Where parameters cross, the cases that stay are on a diagonal: the places of their values in the
+    sorted lists add up to r, modulo n. So each value of a list is there if another list has n
+    values or more. r follows from the test's name: of the same values, such as all policies, other
+    tests keep other ones. If n is above the length of every list, a part of a diagonal stays.
     """
-    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    tests: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("one_in") is not None:
-            cases.setdefault((item.path, item.originalname), []).append(item)
-    for same in cases.values():
-        lists = [sorted(set(ids)) for ids in zip(*(i.callspec._idlist for i in same), strict=True)]
-        for item in same:
-            places = map(list.index, lists, item.callspec._idlist)
-            if sum(places) % item.get_closest_marker("one_in").args[0]:
-                item.add_marker("slow")
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for (_, name), cases in tests.items():
+        n = cases[0].get_closest_marker("one_in").args[0]
+        lists = [sorted(set(ids)) for ids in zip(*(c.callspec._idlist for c in cases), strict=True)]
+        modulus = min(n, max(map(len, lists)))
+        diagonals: dict[int, list[pytest.Item]] = {}
+        for case in cases:
+            if case.get_closest_marker("slow") is None:
+                places = map(list.index, lists, case.callspec._idlist)
+                diagonals.setdefault(sum(places) % modulus, []).append(case)
+        if diagonals:
+            chosen = sorted(diagonals)[crc32(str(name).encode()) % len(diagonals)]
+            stay = diagonals[chosen][:: round(n / modulus)]
+            for case in cases:
+                if case not in stay:
+                    case.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -130,7 +130,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 _LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("family", EXACT)
 def test_it_is_exact(family: str) -> None:
     config = CONFIG_MAPPING[family](**exactness_gate._EXAMPLES.get(family, {}))
@@ -140,7 +140,7 @@ def test_it_is_exact(family: str) -> None:
     assert found.error < _LARGER_ERRORS.get(family, 1e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hidden_shapes_are_exact(shape: str) -> None:
     family, fields = SHAPES[shape]
@@ -148,6 +148,7 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
     assert found.exact, found.reason
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["bloom", "falcon", "gpt_neo", "gptj", "mpt", "xglm"])
 def test_families_with_attention_of_their_own_load_from_a_folder(
     family: str, tmp_path: Path
@@ -163,6 +164,7 @@ def test_families_with_attention_of_their_own_load_from_a_folder(
     assert answer.token_ids == expected[0, len(token_ids) :].tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
@@ -306,6 +308,7 @@ def test_randomness_of_the_caller_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gptj", "bloom", "falcon", "xglm", "diffllama", "stablelm"])
 def test_a_users_network_keeps_its_classes(family: str) -> None:
     network = random_model(shrink(CONFIG_MAPPING[family]()))

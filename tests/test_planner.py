@@ -242,6 +242,7 @@ def test_memory_that_does_not_hold_the_weights_is_refused_with_numbers() -> None
         MemoryPlan(model=model, memory=8 * GIB)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_are_what_was_predicted(kind: str, tmp_path: Path) -> None:
     """Tensor accounting: every weight, every tensor of a full cache and Quest's data beside it."""

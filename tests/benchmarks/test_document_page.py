@@ -29,6 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_only_what_is_computed_again_answers(results: list[dict[str, Any]]) -> None:
     by_name = {result["method"]: result for result in results}
     assert by_name["recompute"]["exact"] == 1.0
@@ -58,6 +59,7 @@ def _line(results: list[dict[str, Any]], kind: str, shape: str) -> dict[str, Any
     }
 
 
+@pytest.mark.slow
 def test_tables_say_what_the_lines_say(results: list[dict[str, Any]], tmp_path: Path) -> None:
     lines = [
         _line(results, "needs_each_other/ends", "2x384"),

@@ -90,6 +90,7 @@ def test_prompts_are_read_with_a_head_if_a_cell_wants_one() -> None:
     assert [cells.index(cell) for cell in found] == [0, 1, 2, 5, 3, 4]
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_looked_into_once(tmp_path: Path) -> None:
     model, file = load(keyhole.tiny(), "cpu"), LineFile(tmp_path / "a.jsonl")
     window = Method(label="sliding_window", name="sliding_window", budget=Budget.parse("32"))

@@ -70,7 +70,11 @@ def test_a_right_answer_has_no_wrong_word(tiny: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "setup"), [("tiny_derive", "prompt"), ("tiny_multikey", "question")]
+    ("task", "setup"),
+    [
+        pytest.param("tiny_derive", "prompt", marks=pytest.mark.slow),
+        ("tiny_multikey", "question"),
+    ],
 )
 def test_a_window_is_seen_to_hide_what_a_word_needs(tiny: Model, task: str, setup: str) -> None:
     policy = StreamingLLM(token_budget=BUDGET, sink_size=SINKS)

@@ -80,6 +80,7 @@ def test_every_test_file_for_a_device_is_in_one_part() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_failure_is_printed_at_once(tmp_path: Path) -> None:
     """Also where a run is stopped in the next test."""
     (tmp_path / "test_two.py").write_text(

@@ -48,7 +48,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("stand_in")))
 
 
-@pytest.fixture(params=["stand-in", "llama.cpp"])
+@pytest.fixture(params=["stand-in", pytest.param("llama.cpp", marks=pytest.mark.slow)])
 def any_llama(request: pytest.FixtureRequest) -> None:
     """Both, where the peers' environment is there."""
     if request.param == "stand-in":
@@ -57,7 +57,7 @@ def any_llama(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs what `make bench-peers` sets up")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_llama")
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_is_the_same_model_over_the_same_past(
@@ -85,7 +85,7 @@ def test_it_is_the_same_model_over_the_same_past(
         assert result["stated_bytes"] > result["cache_bytes"] + result["weight_bytes"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_llama")
 @pytest.mark.parametrize("module", [state, llama_file])
 def test_keys_or_weights_in_another_order_are_refused(

@@ -69,6 +69,7 @@ def line(model: Model, head: RetrievalHead) -> dict[str, Any]:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "layers"), [("spe_context", 6), ("delta", 3)])
 def test_numbers_add_up(line: dict[str, Any], policy: str, layers: int) -> None:
     results = {r["system"]: r for r in line["results"] if r["policy"] == policy}
@@ -92,6 +93,7 @@ def test_numbers_add_up(line: dict[str, Any], policy: str, layers: int) -> None:
     assert elastic["hit_rate"] == pytest.approx(kept)
 
 
+@pytest.mark.slow
 def test_the_settings_and_the_head_stand_in_the_line(line: dict[str, Any]) -> None:
     assert line["settings"]["budgets"] == (64,)
     assert line["head"] == "random"
@@ -105,6 +107,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_large(asked, str(tmp_path_factory.mktemp("below")))
 
 
+@pytest.mark.slow
 def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
     assert [(r["policy"], r["system"]) for r in large] == [
         (policy, system) for policy in ("spe_context", "quest") for system in SYSTEMS
@@ -136,7 +139,7 @@ def test_a_limit_keeps_fitting_layers_resident_and_peers_are_interleaved(tmp_pat
         run_large(replace(asked, memory=1), str(tmp_path))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [None, 256])
 def test_a_trace_shows_copies_overlapping_with_steps(
     model: Model, head: RetrievalHead, tmp_path: Path, context: int | None
@@ -235,6 +238,7 @@ def test_without_a_head_the_command_that_makes_one_is_named(
         offload.run(replace(model, head=None), settings(), lambda *_: None)
 
 
+@pytest.mark.slow
 def test_documents_show_a_line(
     line: dict[str, Any], large: list[dict[str, Any]], tmp_path: Path
 ) -> None:

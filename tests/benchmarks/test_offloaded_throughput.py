@@ -60,6 +60,7 @@ def test_more_requests_fit_than_without_offloading_and_the_host_bounds_them(
     assert make(smoke, -5).requests == 0
 
 
+@pytest.mark.slow
 def test_steps_of_all_requests_are_timed_with_offloaded_layers(smoke: model.Weights) -> None:
     system = make(smoke, 2, host_memory=4 * TEXT_BYTES)
     assert system.requests == 4

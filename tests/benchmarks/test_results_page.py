@@ -82,6 +82,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
+@pytest.mark.slow
 def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
     results, docs = benchmarks.results(), ROOT / "docs"
     found = results_page.stored(results / results_page.LINES)

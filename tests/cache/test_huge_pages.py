@@ -121,6 +121,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_limit_on_private_memory_counts_what_a_tensor_is_not_what_it_may_become() -> None:
     """Reserved addresses used the limit up: later tensors were refused, or grew by copying."""

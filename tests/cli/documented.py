@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from keyhole import LLM, SamplingParams
+from keyhole.cli import main
 from tests.cli.conftest import Ran, Run
 
 HANDBOOK = "Press the green button twice, then wait for the blue lamp. " * 3
@@ -31,13 +33,22 @@ def documents(path: str, run: Run, tmp_path: Path) -> Documented:
     return call
 
 
+@pytest.fixture(scope="session")
+def filled(path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three files, and a store of them in blocks of 16: each loads the model once."""
+    folder = tmp_path_factory.mktemp("filled")
+    for name, text in (("handbook", HANDBOOK), ("faq", FAQ), ("a", "A")):
+        file = folder / f"{name}.md"
+        file.write_text(text)
+        place = ("--store", str(folder / "store"), "--model", path, "--device", "cpu")
+        assert main(["documents", "add", name, str(file), "--block-size", "16", *place]) == 0
+    return folder
+
+
 @pytest.fixture
-def stored(documents: Documented, tmp_path: Path) -> Documented:
+def stored(documents: Documented, filled: Path, tmp_path: Path) -> Documented:
     """The same, with three documents in it, in blocks of 16."""
-    for name, text in (("handbook.md", HANDBOOK), ("faq.md", FAQ), ("a.md", "A")):
-        (tmp_path / name).write_text(text)
-        ran = documents("add", name.removesuffix(".md"), str(tmp_path / name), "--block-size", "16")
-        assert ran.status == 0, ran.err
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     return documents
 
 

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.bench import measure
+from keyhole.bench import decode, measure, model
 from tests.cli.conftest import Run
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
+    for module in (decode, model):  # slow, and nothing is large here
+        monkeypatch.setattr(module, "release_memory", lambda: None)
 
 
 SMALL = ("--shape", "smoke", "--contexts", "32,64", "--repeat", "1")
 
 
+@pytest.mark.slow
 def test_admission_prints_the_delay_of_other_requests(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "admission.jsonl"
     given = ("--documents", "2", "--tokens", "200", "--question", "9", "--others", "2")

@@ -26,7 +26,7 @@ def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         LlamaForCausalLM(llama_config(num_layers=3, hidden_size=32)).save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     monkeypatch.setattr(keyhole, "tiny", lambda: str(path))
-    monkeypatch.setattr(demo, "items", lambda: [make("recall", 288, 0), make("derive", 300, 0)])
+    monkeypatch.setattr(demo, "items", lambda: [make("recall", 288, 0), make("derive", 100, 0)])
 
 
 @pytest.fixture

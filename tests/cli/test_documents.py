@@ -22,13 +22,14 @@ from tests.cli.documented import (
     HANDBOOK,
     Documented,
     documents,
+    filled,
     llm,
     names,
     records,
     stored,
 )
 
-__all__ = ["documents", "llm", "stored"]
+__all__ = ["documents", "filled", "llm", "stored"]
 
 # What goes in.
 
@@ -79,6 +80,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", BAD)
 def test_what_is_no_text_is_refused_and_nothing_is_stored(
     kind: str, documents: Documented, tmp_path: Path

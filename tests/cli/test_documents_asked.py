@@ -14,9 +14,19 @@ from keyhole import LLM, Delta, Result, Reused, SamKV, Stats, registry
 from keyhole.cli.common import flags
 from keyhole.reuse import available_reuse_methods, make_reuse
 from tests.cli.conftest import Run
-from tests.cli.documented import FAQ, FEW, PARAMS, Documented, documents, llm, records, stored
+from tests.cli.documented import (
+    FAQ,
+    FEW,
+    PARAMS,
+    Documented,
+    documents,
+    filled,
+    llm,
+    records,
+    stored,
+)
 
-__all__ = ["documents", "llm", "stored"]
+__all__ = ["documents", "filled", "llm", "stored"]
 
 # What comes out.
 
@@ -78,6 +88,7 @@ def test_an_answer_as_json_is_one_object_with_python_names(stored: Documented, l
             assert listed == row.nonzero().flatten().tolist()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", available_reuse_methods())
 def test_every_method_answers_as_in_python(method: str, stored: Documented, llm: LLM) -> None:
     settings: dict[str, Any] = {"block_size": 16} if method == "sam_kv" else {}
@@ -251,6 +262,7 @@ def test_what_a_question_keeps_is_drawn(
     assert Path("x.png").is_file()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

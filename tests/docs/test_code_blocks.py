@@ -69,9 +69,12 @@ NOT_RUN = {
     "docs/vllm.md": 4 * ["vLLM has an environment of its own: make test-vllm"],
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
-#: Pages whose commands take more than three seconds together.
+#: Pages whose commands take more than two seconds together.
 SLOW = (
     "docs/evaluation.md",
+    "docs/how-to/calibrate.md",
+    "docs/how-to/compare.md",
+    "docs/how-to/long-prompts.md",
     "docs/how-to/measure.md",
     "docs/how-to/quantised-weights.md",
     "docs/how-to/verify.md",

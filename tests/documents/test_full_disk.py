@@ -126,7 +126,8 @@ def _run(folder: Path, program: str, *more: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("case", ["went on", pytest.param("started anew", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["went on", "started anew"])
 def test_what_is_stored_is_used_and_removed(tmp_path: Path, case: str) -> None:
     assert _run(tmp_path, _STORE + _FILL + _USE, case) == "all of it\n"
 

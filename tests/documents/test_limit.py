@@ -181,6 +181,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert encoded(store) == "012"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("number", "error"),
     [

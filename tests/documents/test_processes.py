@@ -163,6 +163,7 @@ def test_two_processes_add_and_read_at_once(others: list[Process], tmp_path: Pat
     assert len(list((tmp_path / "records").iterdir())) == 8
 
 
+@pytest.mark.slow
 def test_a_record_in_use_by_another_process_stays(others: list[Process], tmp_path: Path) -> None:
     store = DocumentStore(tmp_path, MODEL)
     size = store.add("held", text_of(0), make_record(0)).size_bytes

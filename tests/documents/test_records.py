@@ -339,6 +339,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [1, 2, 3, 9])
 def test_several_documents_are_opened_in_order_and_counted_once(
     store: DocumentStore, number: int

@@ -112,12 +112,18 @@ def test_no_query_is_an_expression(table: BM25, query: str) -> None:
     assert len(table.search("the a", 5)) == len(scores("the a"))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.text(max_size=40))
-def test_any_text_is_a_query(tmp_path_factory: pytest.TempPathFactory, query: str) -> None:
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> BM25:
+    """One table for all examples of a property: a search changes nothing in it."""
     made = BM25(tmp_path_factory.mktemp("search") / "search.sqlite")
     made.update(infos(TEXTS), TEXTS.get)
-    assert {one.name for one in made.search(query, 9)} <= TEXTS.keys()
+    return made
+
+
+@settings(max_examples=50, deadline=None)
+@given(query=st.text(max_size=40))
+def test_any_text_is_a_query(searched: BM25, query: str) -> None:
+    assert {one.name for one in searched.search(query, 9)} <= TEXTS.keys()
 
 
 def test_it_follows_what_is_stored(table: BM25, tmp_path: Path) -> None:

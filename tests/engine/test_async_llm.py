@@ -40,6 +40,7 @@ def test_a_name_is_no_llm() -> None:
         AsyncLLM("tiny")  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interval", [0.0, 0.02])
 def test_many_tasks_get_what_each_gets_alone(llm: LLM, interval: float) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]

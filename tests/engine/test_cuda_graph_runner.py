@@ -43,7 +43,7 @@ from tests.policies.recording import PAGE, Recording, make_engine
 __all__ = ["model", "models", "zeros"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_repeated_steps_leave_what_single_steps_leave(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -64,7 +64,7 @@ def test_repeated_steps_leave_what_single_steps_leave(
         assert all(other.evicted_pages for _, other in pair.requests)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", ["windows", "latent"])
 @pytest.mark.parametrize("name", ["delta", "quest", "spe_context", "raas"])
 def test_other_kinds_of_attention_are_repeated_too(
@@ -83,6 +83,7 @@ SETTINGS: list[Policy] = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("policy", SETTINGS, ids=str)
 def test_settings_with_more_ways_to_go_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy
@@ -116,7 +117,7 @@ def offload_settings(model: Model, policy: Policy, folder: Path, max_batch: int)
     return {**settings, "memory": least * page_bytes, "max_batch": max_batch}
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BELOW)
 def test_steps_with_layers_below_are_repeated_too(
     monkeypatch: pytest.MonkeyPatch, model: Model, tmp_path: Path, name: str
@@ -136,7 +137,7 @@ def test_steps_with_layers_below_are_repeated_too(
     assert (pair.repeated_below > 10) == (not BELOW[name].reads_keys)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "name"),
     # Not SpeContext's lists per query head over latents: buffers for them are all the memory.
@@ -155,6 +156,7 @@ def test_other_kinds_of_attention_below_are_repeated_too(
     assert pair.repeated_below > 10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [Delta(token_budget=20), RaaS(token_budget=20)], ids=str)
 def test_a_sequence_that_makes_room_for_others_is_repeated_again(
     monkeypatch: pytest.MonkeyPatch, model: Model, policy: Policy
@@ -176,7 +178,7 @@ def test_a_sequence_that_makes_room_for_others_is_repeated_again(
     assert replays[0] or policy.name == "raas"  # whose sequences stay small
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [name for name in CAPTURABLE if name != "infllm"])
 def test_rows_of_nobody_change_nothing(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -190,7 +192,7 @@ def test_rows_of_nobody_change_nothing(
     assert any(key[0] == 4 for key in steps_of(pair.engine)._shapes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -244,6 +246,7 @@ def test_a_recording_reads_its_fixed_inputs_alone(
     pair.run(((0, 3, 30), (2, 40, 20)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_what_a_gpu_leaves_to_the_reference_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -283,6 +286,7 @@ def test_policies_do_not_claim_it_unasked(monkeypatch: pytest.MonkeyPatch, model
     assert len(seen.calls) == 3 * 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [{}, {"keep_generated": True}, {"rank": 0}], ids=str)
 def test_shadowkv_decomposes_in_steps_of_its_own(
     monkeypatch: pytest.MonkeyPatch, model: Model, settings: dict[str, Any]

@@ -95,7 +95,7 @@ def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> di
     return longest
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("requests", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_move_at_the_lengths_that_were_stated(
@@ -222,6 +222,7 @@ def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None
         dense.add(prompt(20), SamplingParams(max_tokens=2000))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_model_weighs_what_its_files_say(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path)
@@ -290,6 +291,7 @@ def test_lists_of_a_long_prompt_take_what_is_planned(tmp_path: Path) -> None:
     assert peak - traced <= list_bytes(PAGE) * count // PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_lists_of_an_answer_take_what_is_planned() -> None:
     """A generated token took 110 bytes in lists of Python's numbers."""
@@ -398,6 +400,7 @@ def test_a_plan_for_a_gpu_counts_that_copy(
     assert pages[1] == pytest.approx(200_000 / (each + PAGE * 2 * 2 * 8 * FLOAT), abs=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["quest", "spe_context"])
 def test_a_layer_leaves_before_its_buffers_come(
     model: Model, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -113,7 +113,7 @@ def wanted(model: Model) -> list[Sequence]:
     return serve(engine_of(model))[0]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(
     ("kind", "policy"),
@@ -170,6 +170,7 @@ def test_a_long_answer_goes_on_above_when_its_neighbour_ends(model: Model, tmp_p
     assert seen[-1][2] == seen[first][2] > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
 def test_memory_is_kept_to_at_every_moment(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
@@ -349,6 +350,7 @@ def test_a_page_that_somebody_else_holds_stays_where_it_is(model: Model, tmp_pat
     assert below(engine) == 0
 
 
+@pytest.mark.slow
 def test_memory_that_somebody_else_has_taken_leaves_layers_below(
     model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +382,7 @@ def test_layers_that_are_to_stay_below_stay(model: Model, tmp_path: Path) -> Non
     assert seen[-1] < max(seen)
 
 
+@pytest.mark.slow
 def test_pinned_memory_goes_the_same_way(
     model: Model, wanted: list[Sequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ from tests.policies.recording import PAGE, make_engine, run
 __all__ = ["alone", "model"]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("own", POLICIES)
 def test_every_policy_beside_every_other(model: Model, alone: Answers, own: str) -> None:
     """Each either gets what its own engine gives, beside the others, or is refused by name."""
@@ -99,7 +99,7 @@ OTHER_SETTINGS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("own", "other"), OTHER_SETTINGS, ids=str)
 def test_the_same_policy_with_other_settings(
     model: Model, alone: Answers, own: Policy, other: dict[str, Any]
@@ -207,6 +207,7 @@ def cached(engine: Engine, tokens: list[int], policy: PolicySpec | None, **more:
 START = prompt(12 * PAGE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("own", "first", "second", "shares"),
     [
@@ -281,6 +282,7 @@ def test_what_full_attention_generated_is_exact_for_everybody(model: Model) -> N
 # Batches that come and go
 
 
+@pytest.mark.slow
 def test_running_out_of_pages_changes_nothing(model: Model) -> None:
     """Replayed under the policy that a request had, prompts and generated tokens."""
     long = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -59,6 +59,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     )
 
 
+@pytest.mark.slow
 def test_calls_of_many_threads_under_many_policies(model: Model) -> None:
     llm = LLM(model, Delta(token_budget=BUDGET), page_size=PAGE, memory="4MiB", max_batch=4)
     work = [(PROMPTS[i % 3], SPECS[i % len(SPECS)]) for i in range(14)]

@@ -61,6 +61,7 @@ def shares(result: Result, layer: int) -> list[np.ndarray]:
     return [read.shares(layer) for read in result.reads]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
 def test_every_token_has_its_reads_and_is_the_same_without(model: Model, policy: Policy) -> None:
     result = run(model, policy)
@@ -72,6 +73,7 @@ def test_every_token_has_its_reads_and_is_the_same_without(model: Model, policy:
     assert plain.stats.kv_bytes_read == result.stats.kv_bytes_read
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
 def test_reads_are_those_that_the_policy_selected(model: Model, policy: Policy) -> None:
     """Against a record that looks on at the policy's own hooks, outside of the engine."""

@@ -51,7 +51,7 @@ def run(engine: Engine, params: SamplingParams = PARAMS) -> tuple[list[list[int]
     return [sequence.generated for sequence in sequences], replays
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_running_out_of_pages_changes_nothing(
@@ -125,6 +125,7 @@ def test_nan_ends_only_the_request_that_has_it(
 TORCH_IS_OUT = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("when", ["forward", "growth"])
 @pytest.mark.parametrize("error", [TORCH_IS_OUT, MemoryError("std::bad_alloc")])
 def test_running_out_of_memory_says_what_helps_and_loses_nothing(

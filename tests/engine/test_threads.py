@@ -35,6 +35,7 @@ def test_calls_from_many_threads_give_what_each_gives_alone(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_streams_and_batches_of_many_threads_run_together(llm: LLM) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
 
@@ -68,6 +69,7 @@ def test_requests_of_other_threads_join_the_batch(llm: LLM) -> None:
     assert max(together) == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_one_thread_leaves_the_others_alone(llm: LLM) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
 

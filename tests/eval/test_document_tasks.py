@@ -29,6 +29,7 @@ def sentences(item: DocumentItem) -> list[list[str]]:
     return [part.split() for text in texts for part in f"{text} ".split(". ") if part]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_documents", "words"), SIZES)
 def test_documents_are_as_many_and_as_long_as_asked(
@@ -50,6 +51,7 @@ def test_the_same_arguments_give_the_same_item(kind: str) -> None:
     assert not {*items[0].names} & {*items[2].names}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_needed_sentences_stand_where_they_are_said_to(kind: str, where: str) -> None:
@@ -99,6 +101,7 @@ def subject(sentence: list[str]) -> str | None:
     return sentence[0] if sentence[0] in NAMES else None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_follows_from_the_sentences_alone(kind: str) -> None:
     """A reader that knows only what the words mean finds the answer, and no other."""
@@ -146,6 +149,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bundled_model_answers_when_it_reads_everything(

@@ -42,10 +42,8 @@ class Forgetful(Policy):
         return Selection(indices, (indices >= 0).sum(2, dtype=torch.int32), step.page_size)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "deepseek_v3"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
 def test_every_policy_of_the_table_passes(kind: str, tmp_path: Path) -> None:
     checks = verify(make_model(kind, tmp_path), device="cpu")
     assert all(check.passed for check in checks)
@@ -59,6 +57,7 @@ def test_rounding_to_16_bits_is_allowed_for(dtype: str, tmp_path: Path) -> None:
     assert all(check.passed for check in checks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_policy_that_forgets_a_page_is_found(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +87,7 @@ def test_a_model_without_full_attention_passes(tmp_path: Path) -> None:
     assert all(check.passed for check in checks)
 
 
+@pytest.mark.slow
 def test_a_model_with_an_indexer_is_verified_without_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,7 @@ class RoundedInput(torch.nn.Linear):
         return torch.nn.functional.linear(x.bfloat16().to(x.dtype), self.weight)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("rounded", [Rounded, RoundedInput])
 def test_quantised_weights_are_judged_by_the_models_own_noise(
@@ -147,6 +147,7 @@ def test_quantised_weights_are_judged_by_the_models_own_noise(
     assert failed == ({"forgetful"} if forgets else set())
 
 
+@pytest.mark.slow
 def test_a_length_looks_beyond_the_cruel_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

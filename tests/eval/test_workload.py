@@ -30,6 +30,7 @@ def engine(model: Model, policy: Policy) -> Engine:
     return Engine(model, policy, EngineConfig(max_batch=2, prefix_cache=False))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [n for n, t in tasks().items() if not n.startswith("tiny_")])
 def test_the_context_is_a_prefix_and_the_question_is_the_rest(name: str) -> None:
     tokenizer = make_tokenizer()
@@ -59,6 +60,7 @@ def test_a_token_over_the_boundary_belongs_to_the_question() -> None:
     assert (found.prompt, found.given) == ([1, ord("c")], [ord("X"), ord("d"), 2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["tiny_recall", "tiny_vartrack"])
 def test_both_setups_give_the_same_answers_under_full_attention(tiny: Model, name: str) -> None:
     task, tokenizer = make_task(name), tiny.tokenizer

@@ -44,6 +44,7 @@ def test_generate(run: Run) -> None:
     assert answered[2] == " (stop)"
 
 
+@pytest.mark.slow
 def test_stream(run: Run) -> None:
     printed = run("stream")
     assert re.search(r"^right: (True|False)$", printed, re.MULTILINE)

@@ -21,6 +21,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(test_device.checkpoint(request.param, folder), "cpu", "float32")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", test_device.POLICIES)
 def test_every_policy_decodes_with_every_kind_of_model(model: Model, name: str) -> None:
     prompt, given = test_device.TEXTS[1]  # longer than the budget

@@ -95,6 +95,7 @@ def test_other_activations_biases_and_modules_are_left() -> None:
     assert config.hidden_size == make_config("llama").hidden_size
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_an_engine_has_the_same_logits(
@@ -140,6 +141,7 @@ def test_only_the_measured_numbers_of_tokens_are_fused(tmp_path: Path, counted: 
     assert fused_layer.fused_tokens(model.network) == [2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hooked", ["self_attn", "mlp", "mlp.down_proj"])
 def test_layers_with_hooks_or_other_weights_go_through_transformers(
     tmp_path: Path, counted: list[int], hooked: str

@@ -77,6 +77,7 @@ def _tokens(llm: LLM) -> list[int]:
     return list(llm.generate([[5, 9, 2, 7]], params)[0].token_ids)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("subfolder", [None, "deep/er"])
 @pytest.mark.parametrize("revision", [None, "v2"])
 def test_a_revision_and_a_subfolder_of_a_hub_id_are_loaded(

@@ -185,6 +185,7 @@ def deviation(model: Model, places: Tensor, by: Tensor) -> Tensor:
     return torch.stack(errors).amax(0)
 
 
+@pytest.mark.one_in(4)
 def test_a_turned_vector_is_the_one_of_the_other_position(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_turned_vector_is_the_one_of_the_other_position(
     assert deviation(model, PLACES, BY).max() < 1e-6
 
 
+@pytest.mark.one_in(3)
 def test_it_differs_from_the_models_own_float32_by_the_rounding_of_its_angles(
     model: Model,
 ) -> None:

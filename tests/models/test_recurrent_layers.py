@@ -85,7 +85,7 @@ def assert_exact(family: str, sequences: list[Sequence]) -> None:
         assert (found - theirs).abs().max() < TOLERANCE * theirs.std()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_a_ragged_batch(family: str) -> None:
     engine = engine_of(family)
@@ -94,7 +94,7 @@ def test_in_a_ragged_batch(family: str) -> None:
     assert_exact(family, sequences)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, PAGE - 1, PAGE + 1])
 @pytest.mark.parametrize("family", KINDS)
 def test_in_prompt_chunks_shorter_and_longer_than_the_convolution(family: str, chunk: int) -> None:
@@ -104,6 +104,7 @@ def test_in_prompt_chunks_shorter_and_longer_than_the_convolution(family: str, c
     assert_exact(family, sequences)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", KINDS)
 def test_interleaved_with_others_that_come_and_go(family: str) -> None:
     """Slots change hands: what the last sequence left in one must not be seen."""
@@ -145,6 +146,7 @@ def test_several_completions_of_a_prompt() -> None:
     assert cached == [0, 2 * PAGE, 2 * PAGE]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_cached_prefix_goes_on_from_its_state(family: str) -> None:
     engine = engine_of(family, prefix_cache=True, prefill_chunk=PAGE + 1)
@@ -190,6 +192,7 @@ def test_few_states_are_kept_and_the_oldest_goes_first() -> None:
     assert sequence.num_cached == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["delta", "quest", "clusterkv", "raas"])
 def test_policies_go_on_from_cached_prefixes(name: str, hybrid: Any) -> None:
     """Those that copy pages, those that keep data with them, and those that evict."""
@@ -204,6 +207,7 @@ def test_policies_go_on_from_cached_prefixes(name: str, hybrid: Any) -> None:
     assert torch.allclose(*logits, atol=1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("policy", [None, DELTA])
 def test_preemption_and_replay_change_nothing(policy: Any, prefix_cache: bool) -> None:
@@ -273,6 +277,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return with_head(path)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_budget_above_the_length_is_dense_attention(name: str, hybrid: Any) -> None:
     def logits(policy: Any) -> Tensor:

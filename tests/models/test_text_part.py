@@ -122,6 +122,7 @@ def theirs(network: Any, tokens: list[int], new: int) -> list[int]:
     return tokens[-new:]
 
 
+@pytest.mark.one_in(3)
 def test_its_text_is_that_of_the_whole_model(
     saved: tuple[Any, Path], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ def chosen(
 FIRST = {"token_budget": 24, "cluster_size": 5}, 3, 5, 8, (0, 1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "settings", "sinks", "size", "every", "full"),
     [
@@ -238,6 +238,7 @@ def check_clusters(engine: Engine) -> int:
     return checked
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("deepseek_v3", "float32")]
 )
@@ -312,6 +313,7 @@ def test_copies_of_past_key_values_have_clusters_of_their_own(tmp_path: Path) ->
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_layers_on_a_lower_tier_change_nothing(tmp_path: Path) -> None:
     model, _ = twins("llama", num_hidden_layers=6)
     check_offloaded(model, dataclasses.replace(POLICY, full_layers=(0,)), tmp_path)

@@ -153,7 +153,7 @@ def same(one: Tensor, other: Tensor, within: float = 1e-4) -> None:
 # A budget that covers everything
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 def test_a_budget_above_the_length_is_dense_attention(
     name: str, model: Model, dense: Tensor
 ) -> None:
@@ -170,6 +170,7 @@ def test_a_least_budget_above_the_length_is_dense_attention(
     same(forced_logits(model, make_policy(adaptive, settings), PROMPT, GIVEN), dense, 1e-5)
 
 
+@pytest.mark.one_in(4)
 def test_a_budget_that_covers_all_is_dense_in_a_batch_with_longer_ones(
     name: str, gqa: Model
 ) -> None:
@@ -183,7 +184,7 @@ def test_a_budget_that_covers_all_is_dense_in_a_batch_with_longer_ones(
     assert len(long.logits) == 13
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(4)
 def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> None:
     after_prompt = forced_logits(model, make(name, SMALL), PROMPT, [], prefill_chunk=7)
     same(after_prompt, dense[:1], 2e-5)
@@ -192,7 +193,7 @@ def test_the_prompt_is_always_exact(name: str, model: Model, dense: Tensor) -> N
 # A small budget
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 def test_a_small_budget_changes_the_logits(name: str, kind: str, dense: Tensor, runs: Runs) -> None:
     calls, request = runs.alone(name, kind)
     change = (torch.stack(request.logits) - dense)[1:].abs().amax(1)
@@ -225,7 +226,7 @@ def recorded(model: Model, policy: Policy) -> tuple[list[Call], list[Request]]:
     return recording.calls, requests
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 def test_selections_are_well_formed_and_within_the_budget(
     name: str, model: Model, kind: str, runs: Runs
 ) -> None:
@@ -257,6 +258,7 @@ def test_selections_are_well_formed_and_within_the_budget(
                     assert len(entries) * unit <= SMALL["token_budget"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", EVICTING)
 def test_what_is_evicted_never_comes_back(name: str, counted: bool, gqa: Model) -> None:
@@ -288,6 +290,7 @@ def test_what_is_evicted_never_comes_back(name: str, counted: bool, gqa: Model) 
         assert request.stats().evicted_pages in (made - left, made - left + 1)
 
 
+@pytest.mark.one_in(4)
 def test_the_number_of_entries_is_fixed(name: str, runs: Runs) -> None:
     """Fixed settings give fixed shapes, so that a step can be captured as a CUDA graph."""
     calls, _ = runs.ragged(name, "gqa")
@@ -295,7 +298,7 @@ def test_the_number_of_entries_is_fixed(name: str, runs: Runs) -> None:
     assert len(widths) == len({layer for layer, _ in widths})
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(4)
 def test_what_is_read_is_counted(name: str, model: Model, kind: str, runs: Runs) -> None:
     calls, request = runs.alone(name, kind)
     geometry = model.geometry(PAGE)
@@ -328,7 +331,7 @@ def test_what_is_read_is_counted(name: str, model: Model, kind: str, runs: Runs)
 # The same whatever happens around it
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_two_runs_are_bitwise_equal(name: str, gqa: Model, runs: Runs) -> None:
     first, second = runs.ragged(name, "gqa"), recorded(gqa, make(name, SMALL))
     for one, other in zip(first[1], second[1], strict=True):
@@ -336,7 +339,7 @@ def test_two_runs_are_bitwise_equal(name: str, gqa: Model, runs: Runs) -> None:
     assert [call.entries(0) for call in first[0]] == [call.entries(0) for call in second[0]]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 def test_other_requests_of_a_batch_change_nothing(
     name: str, model: Model, kind: str, runs: Runs
 ) -> None:
@@ -347,7 +350,7 @@ def test_other_requests_of_a_batch_change_nothing(
         same(torch.stack(request.logits), forced_logits(model, policy, prompt, given))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
     policy = make(name, SMALL)
     probe = make_engine(gqa, policy)
@@ -372,7 +375,7 @@ def test_preemption_and_replay_change_nothing(name: str, gqa: Model) -> None:
     assert engine.cache.available == engine.max_pages
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("length", [30, 32])
 def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) -> None:
     """Also one that ends with a page: its last token is computed again, into a page of its own.
@@ -392,6 +395,7 @@ def test_a_known_prompt_changes_nothing(name: str, model: Model, length: int) ->
     same(*(torch.stack(request.logits) for request in requests))
 
 
+@pytest.mark.one_in(4)
 def test_generated_text_is_not_taken_for_a_prompt_by_a_sparse_policy(name: str, gqa: Model) -> None:
     """What a sparse step wrote is approximate: a plain request with the same tokens is exact."""
     policy = make(name, SMALL)

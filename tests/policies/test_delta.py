@@ -68,7 +68,7 @@ def formula(
 EIGHT = {"full": {0, 1}, "delta": {2, 4, 6}}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kind", "fields", "layers"),
     [
@@ -102,7 +102,7 @@ def test_a_whole_model_reads_the_pages_of_the_delta_layer_before(
     assert resolved.delta_layers == tuple(sorted(layers["delta"]))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("full", "delta", "budget", "recent"),
     [
@@ -131,7 +131,7 @@ def test_any_layers_and_any_recent_window(
     assert bool(narrow) == (delta != (7,))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["llama_group3", "deepseek_v3"])
 @pytest.mark.parametrize(("recall", "least"), [(0.6, 8), (0.9, 12)])
 def test_with_recall_only_as_many_pages_as_hold_it(kind: str, recall: float, least: int) -> None:
@@ -157,7 +157,7 @@ def test_with_recall_only_as_many_pages_as_hold_it(kind: str, recall: float, lea
     assert len(sizes) > 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recall", [None, 0.7])
 @pytest.mark.parametrize(("sink", "pages", "recent"), [(3, 1, 1), (5, 2, 2), (8, 2, 3)])
 def test_first_pages_are_always_read_within_the_budget(

@@ -66,7 +66,7 @@ def formula(
     return choose
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kind", "fields", "filters"),
     [
@@ -93,6 +93,7 @@ def test_a_whole_model_reads_the_tokens_of_the_filter_before(
     assert policy.resolve(model.geometry(PAGE)).filter_layers == filters
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("full", "filters", "budget"),
     [((), (0, 3), 5), ((0, 1, 3), (2,), 1), ((0, 5), (4, 2), 16), ((), (7,), 4)],
@@ -111,7 +112,7 @@ def test_any_layers_and_any_budget(
 LENGTHS = [len(prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["llama_group3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(("sink", "window"), [(0, None), (2, 5)])
 def test_all_generated_tokens_may_be_read_outside_the_budget(
@@ -149,6 +150,7 @@ def test_kept_tokens_stay_those_after_the_prompt_through_preemption() -> None:
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < 1e-4
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -195,6 +197,7 @@ def test_offloading_is_refused_if_all_generated_tokens_are_kept() -> None:
         policy.offloadable(shape(9))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
 def test_sinks_and_window_are_within_the_budget(sink: int, window: int | None) -> None:
     model, network = twins("llama_group3")

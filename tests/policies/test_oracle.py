@@ -14,6 +14,7 @@ from tests.policies.models import PROMPTS, twins
 from tests.policies.recording import check_against, make_engine
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["llama_group3", "llama_mha", "llama_mqa"])
 @pytest.mark.parametrize(("budget", "dense"), [(1, ()), (6, (0,)), (12, (0, 2))])
 def test_a_whole_model_reads_the_tokens_of_largest_weight(

@@ -23,7 +23,7 @@ from tests.policies.recording import (
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -49,6 +49,7 @@ def test_a_whole_model_reads_the_pages_of_the_highest_bound(
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -81,6 +82,7 @@ def test_each_query_head_reads_the_pages_of_its_own_bound(
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(5, 6), (1, None), (0, 12)])
 def test_sinks_and_window_are_whole_pages_within_the_budget(
@@ -136,6 +138,7 @@ def check_bounds(engine: Engine) -> None:
                 assert np.array_equal(float64(data[name][pages].transpose(0, 1)), wanted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("deepseek_v3", "float32")]
 )

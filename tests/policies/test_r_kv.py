@@ -102,7 +102,7 @@ class Compression(Simulation):
         return out
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt beside", "prompt counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "mix"),

@@ -125,7 +125,7 @@ class Simulation:
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt beside", "prompt counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "alpha"),
@@ -319,6 +319,7 @@ def test_shared_pages_are_only_released_and_gaps_are_never_cached() -> None:
     assert engine.cache.available == engine.max_pages
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "fields"), [("llama_group3", {}), ("gemma3", SLIDING)])
 def test_a_conversation_goes_on_with_what_is_left(kind: str, fields: dict[str, Any]) -> None:
     """Under `keyhole.sparse`: what is read next, and a copy, take it for their prompt."""

@@ -86,7 +86,7 @@ GENERATED = {"token_budget": 16, "rank": 0, "keep_generated": True}
 PUBLISHED = {"keep_generated": True, "always_beside": True, "chunk_size": 2}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "settings", "chunk", "numbers", "rank"),
     [  # numbers: outlier chunks, newest chunks
@@ -200,6 +200,7 @@ def check_landmarks(engine: Engine) -> None:
                     assert abs(cosines[page, place, head] - cosine) <= near
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_landmarks_are_those_found_from_scratch_at_every_step(dtype: str) -> None:
     """Also of generated tokens, copied pages, pages written in parts, and after pre-emption."""
@@ -225,6 +226,7 @@ def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own() -> None
         assert (torch.stack(request.logits) - alone).abs().max() <= 1e-4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "rank"), [("llama", 16), ("deepseek_v3", 20), ("gpt_bigcode", 8), ("gemma3", 16)]
 )

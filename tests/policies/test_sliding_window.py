@@ -12,6 +12,7 @@ from tests.policies.models import PROMPTS, twins
 from tests.policies.recording import check_against
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("budget", [1, 7, 16, 40])
 def test_a_whole_model_reads_the_newest_tokens(budget: int) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:

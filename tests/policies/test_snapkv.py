@@ -48,7 +48,7 @@ def ranked(
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("counted", [False, True], ids=["beside", "counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "settings"),

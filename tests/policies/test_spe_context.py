@@ -137,7 +137,7 @@ def choices(
     return chosen
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     ("kind", "inputs", "every", "recall"),
     [

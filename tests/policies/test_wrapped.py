@@ -56,6 +56,7 @@ def test_there_is_something_to_hand_on() -> None:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", [name for name in HOOKS if name != "resolve"])
 def test_every_hook_is_handed_on(wrapper: Any, hook: str) -> None:

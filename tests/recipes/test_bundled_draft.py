@@ -14,7 +14,9 @@ from keyhole.retrieval.head import RetrievalHead
 SEED = 7_001
 
 
-@pytest.mark.parametrize("task", ["derive", "walk2", pytest.param("walk", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "task", ["derive", *(pytest.param(task, marks=pytest.mark.slow) for task in ("walk", "walk2"))]
+)
 def test_the_bundled_draft_is_accepted(task: str) -> None:
     item = make(task, 512, SEED)
     params = SamplingParams(max_tokens=160)

@@ -21,6 +21,7 @@ def test_intervals_are_wilsons() -> None:
     assert wilson(100, 100) == pytest.approx((0.9630, 1.0), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reader_agrees_with_greedy_generation() -> None:
     checkpoint = Path(keyhole.tiny())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -34,6 +34,7 @@ def never():
     return multiprocessing.get_context("spawn").Event()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     torch.set_num_threads(1)
     whole, parts = (replace(settings, out=tmp_path / name) for name in ("whole", "parts"))

@@ -159,7 +159,9 @@ def test_an_attention_weight_adds_the_divergence_of_its_attention() -> None:
 def continued(tmp_path: Path, **settings: Any) -> tuple[Distiller, Distiller]:
     """The training of a draft, and a second one that goes on from it."""
     network = make_network(make_config("llama"))
-    config = TrainingConfig(objective="eagle", length=96, feature_layers=LAYERS, num_queries=4)
+    config = TrainingConfig(
+        objective="eagle", length=96, feature_layers=LAYERS, num_queries=4, batch_tokens=512
+    )
     first = Distiller(network, Texts(), config)
     for _ in range(2):
         first.train_step()
@@ -184,6 +186,7 @@ def test_a_draft_that_is_trained_further_keeps_its_head(tmp_path: Path) -> None:
     assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
+@pytest.mark.slow
 def test_its_attention_for_proposed_tokens_is_compared_with_the_target_s(tmp_path: Path) -> None:
     """The KL divergence of the weights of each later step, but for sinks and window."""
     _, second = continued(tmp_path, attention_weight=0.5)
@@ -258,7 +261,9 @@ def _weighted(targets: TeacherTargets, step: int, losses: Tensor) -> float:
 def test_a_trained_draft_is_written_so_that_it_drafts(tmp_path: Path) -> None:
     """Its layer, read as an EAGLE-3 checkpoint, proposes what the layer in training predicts."""
     network = make_network(make_config("llama"))
-    config = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, tokens=1000)
+    config = TrainingConfig(
+        objective="eagle", length=64, feature_layers=LAYERS, tokens=1000, batch_tokens=512
+    )
     distiller = Distiller(network, Texts(), config)
     for _ in range(3):
         distiller.train_step()

@@ -89,6 +89,7 @@ def tilted(logs: list[float], token: int) -> list[float]:
     return [x - total for x in logs]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama", "llama_mqa", "llama_group3"])
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
 @pytest.mark.parametrize("heat", [0.5, 0.1])

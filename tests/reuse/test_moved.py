@@ -44,6 +44,7 @@ def in_the_prompt(document: PlacedDocument) -> PlacedDocument:
     return replace(document, layers=layers, extremes=extremes, shift=None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -212,6 +212,7 @@ def test_settings_change_the_step_that_they_name(settings: dict[str, Any], seed:
     check(method(**settings).plan(documents, query), wanted)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("share", [None, 0.3, 1.0])

@@ -79,6 +79,7 @@ def check_call(call: Any, name: str) -> None:
     assert isinstance(said["warm"], bool)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tool_that_must_be_called_is_called(
     client: openai.OpenAI, template: Any, form: str
@@ -92,7 +93,7 @@ def test_a_tool_that_must_be_called_is_called(
     assert reason == "tool_calls"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_of_several_tools_is_called_when_required(
     client: openai.OpenAI, template: Any, form: str
@@ -105,6 +106,7 @@ def test_one_of_several_tools_is_called_when_required(
     check_call(call, call.function.name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -272,6 +274,7 @@ def test_structured_outputs_are_those_of_vllm(
 # Reasoning
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("begun", [False, True])
 def test_reasoning_is_separate_from_the_answer(
     client: openai.OpenAI, template: Any, begun: bool

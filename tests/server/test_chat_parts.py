@@ -162,6 +162,7 @@ def streamed(reply: Reply, given: list[Piece]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("form", "text", "shown", "calls"), REPLIES)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_calls_are_found_however_the_text_is_cut(
@@ -175,6 +176,7 @@ def test_calls_are_found_however_the_text_is_cut(
     assert len({call.id for call in reply.calls}) == len(calls)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("text", "shown", "calls"), XML_REPLIES)
 @given(cuts=st.lists(st.integers(0, 250), max_size=12))
 def test_calls_as_elements_are_found_however_the_text_is_cut(
@@ -186,6 +188,7 @@ def test_calls_as_elements_are_found_however_the_text_is_cut(
     assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == (shown, calls)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("text", "is_inside", "reasoning", "answer"),
     [

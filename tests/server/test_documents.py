@@ -56,6 +56,7 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         assert "gone" in answer.json()["error"]["message"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -74,6 +74,7 @@ def test_the_client_puts_events_together(client: openai.OpenAI, reasoning: None)
         assert kinds.index(f"response.{wanted}.delta") < kinds.index(f"response.{wanted}.done")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_function_is_called_and_its_output_goes_back(
     client: openai.OpenAI, reasoning: None, stream: bool

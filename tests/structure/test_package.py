@@ -126,6 +126,7 @@ print(len(LLM("tiny", device="cpu").generate("facts :", SamplingParams(max_token
 """
 
 
+@pytest.mark.slow
 def test_a_model_runs_without_the_extras() -> None:
     """A file of blocks was looked for in every model, by a package that only such files need."""
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True)

@@ -53,6 +53,7 @@ def test_importing_keyhole_loads_no_torch() -> None:
     assert not heavy_modules("import keyhole")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arguments", ["--help", "generate --help", "documents --help"])
 def test_asking_for_help_loads_no_torch(arguments: str) -> None:
     argv = ["keyhole", *arguments.split()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,8 @@ class Item:
         return SimpleNamespace(_idlist=list(self.ids))
 
     def get_closest_marker(self, name: str) -> SimpleNamespace | None:
-        assert name == "one_in"
-        return None if self.n is None else SimpleNamespace(args=(self.n,))
+        given = {"one_in": self.n, "slow": True if self.slow else None}[name]
+        return None if given is None else SimpleNamespace(args=(given,))
 
     def add_marker(self, name: str) -> None:
         self.slow.append(name)
@@ -52,6 +53,32 @@ def test_one_in_n_cases_stay_with_every_value_of_each_list(sizes: tuple[int, ...
             for some in (items, kept)
         )
         assert here == everywhere
+
+
+def kept(*sizes: int, n: int, name: str = "test", slow: int | None = None) -> list[tuple[str, ...]]:
+    """What stays of a cross of lists of these lengths, of which one case may be slow anyway."""
+    lists = ([f"{axis}{i:02}" for i in range(size)] for axis, size in enumerate(sizes))
+    items = [Item(ids, n, name) for ids in itertools.product(*lists)]
+    if slow is not None:
+        items[slow].add_marker("slow")
+    choose(items)
+    return [item.ids for item in items if not item.slow]
+
+
+@pytest.mark.parametrize(("sizes", "n"), [((2, 3), 6), ((3, 3), 9), ((7, 13), 21), ((3,), 5)])
+def test_n_may_be_above_the_length_of_every_list(sizes: tuple[int, ...], n: int) -> None:
+    assert 1 <= len(kept(*sizes, n=n)) <= 1 + math.prod(sizes) / n
+
+
+def test_other_tests_keep_other_cases() -> None:
+    names = [f"test_{i}" for i in range(40)]
+    assert {case for name in names for case in kept(5, 4, n=4, name=name)} == set(kept(5, 4, n=1))
+    assert kept(5, 4, n=4, name="test_1") == kept(5, 4, n=4, name="test_1")
+
+
+def test_a_case_that_is_slow_anyway_is_none_that_stays() -> None:
+    for name in ("test_1", "test_2", "test_3"):
+        assert len(kept(2, n=2, name=name, slow=1)) == 1
 
 
 def test_tests_without_the_mark_stay() -> None:

@@ -95,7 +95,7 @@ def below(model: Model, policy: Policy, place: Path, pages: int = 74) -> LLM:
     return opened(model, policy, memory=memory, offload=place)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [("llama", policy) for policy in POLICIES]
@@ -128,6 +128,7 @@ def test_answers_do_not_change_when_layers_move(
     assert any(one.stats().moved_bytes for one in found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", POLICIES[:3], ids=lambda p: p.name)
 def test_what_a_layer_dropped_is_never_loaded(
     models: dict[str, Model], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

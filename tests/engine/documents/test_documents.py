@@ -45,7 +45,7 @@ from tests.reuse import oracle, plain, plain_methods
 __all__ = ["llms"]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(35)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
@@ -114,6 +114,7 @@ def masks(llm: LLM, names: list[str], seed: int) -> tuple[torch.Tensor, torch.Te
     return kept, kept & (torch.rand(shape, generator=random) < 0.4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fuses", [False, True])
 def test_layers_may_keep_and_write_whatever_they_like(
@@ -180,7 +181,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
 OTHER_KINDS = ("qwen2_sliding", "qwen3", "mistral_sliding", "phi3", "gemma2", "gemma3", "gpt_oss")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHER_KINDS, "deepseek_v3"])
 def test_computing_everything_again_is_a_plain_prompt(
     llms: dict[str, tuple[LLM, Any]], kind: str, tmp_path: Path
@@ -205,6 +206,7 @@ def test_computing_everything_again_is_a_plain_prompt(
             assert_near(ours, theirs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [*OTHER_KINDS, "deepseek_v3"])
 def test_one_document_at_its_own_place_needs_nothing_again(kind: str, tmp_path: Path) -> None:
     """Alone at position 0 a stored document is what a prompt would compute."""
@@ -226,7 +228,7 @@ _CHOOSING = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", ["sam_kv", "multi_infllm", "reuse"])
 @pytest.mark.parametrize(
     "policy",
@@ -247,6 +249,7 @@ def test_policies_with_room_for_all_change_nothing(
         assert_near(ours_, theirs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "raas", "streaming_llm"])
 def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
     llm, _ = llms["llama"]

@@ -103,7 +103,7 @@ def filled(llm: LLM, case: str) -> tuple[Sequence, list[torch.Tensor], int]:
 EVERY_CASE = [case for case in CASES if case != "recompute"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", EVERY_CASE)
 @pytest.mark.parametrize("size", [8, 40])
 def test_steps_between_units_change_nothing(
@@ -127,7 +127,7 @@ def test_steps_between_units_change_nothing(
         assert found.stats().store_bytes_read == wanted.stats().store_bytes_read
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", EVERY_CASE)
 @pytest.mark.parametrize("size", [8, 24, 64])
 def test_short_forwards_compute_what_long_ones_compute(
@@ -154,7 +154,7 @@ def alone(llms: dict[str, tuple[LLM, Any]]) -> list[tuple[int, ...]]:
     return [llm.generate({"prompt_token_ids": tokens(30, i)}, LONG).token_ids for i in range(2)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "case", ["sam_kv", "fusion", "cacheblend", "epic", "reuse", "multi_infllm"]
 )
@@ -215,6 +215,7 @@ def test_questions_are_filled_one_after_the_other(llms: dict[str, tuple[LLM, Any
     assert [one.generated for one in both] == wanted
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [0, 1, 5, 10, 20])
 def test_leaving_in_the_middle_frees_everything(
     llms: dict[str, tuple[LLM, Any]], steps: int

@@ -76,7 +76,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "_SETTLED_NS", -(10**18))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "case", ["reuse", "epic", "cacheblend", "multi_infllm", "sam_kv", "fusion"]
 )

@@ -1,4 +1,4 @@
-"""Of hundreds of documents, only those that match the question are opened."""
+"""Of many documents, only those that match the question are opened."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.baselines import FullReuse
 from tests.engine.documents import asking
 
-NUMBER = 120
+NUMBER = 60
+#: The one that has the answer.
+WITH_ANSWER = 47
 SHORT = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A store of small documents; only document 70 has the answer."""
+    """A store of small documents; only one has the answer."""
     llm = LLM(keyhole.tiny(), device="cpu", documents=tmp_path_factory.mktemp("many"))
     for number in range(NUMBER):
         words = [FILLERS[(number + i) % len(FILLERS)] for i in range(9)]
-        if number == 70:
+        if number == WITH_ANSWER:
             words[4:4] = [NAMES[0], "keeps", NUMBERS[3], "."]
         llm.documents.add(name_of(number), " ".join(words), block_size=8)
     return llm
@@ -59,25 +61,25 @@ def test_only_the_wanted_number_of_records_is_opened(llm: LLM, most: int) -> Non
     used, new = ask(llm, names, most)
     assert new == used
     assert len(used) == most
-    assert name_of(70) in used
+    assert name_of(WITH_ANSWER) in used
     assert used == sorted(used)  # in the order that was given
 
 
 def test_a_document_that_was_not_named_is_not_found(llm: LLM) -> None:
-    names = [name_of(number) for number in range(20, 60)]
+    names = [name_of(number) for number in range(10, 40)]
     used, new = ask(llm, names, 5)
     assert new == used == names[:5]  # none of them matches
 
 
 def test_all_are_opened_where_there_are_no_more(llm: LLM) -> None:
-    names = [name_of(number) for number in (70, 3, 70, 9)]
+    names = [name_of(number) for number in (WITH_ANSWER, 3, WITH_ANSWER, 9)]
     for most in (None, 3, 8):
         used, new = ask(llm, names, most)
         assert used == names
         assert new == sorted(set(names))
     used, new = ask(llm, names, 1)  # a document that is named twice stands twice
-    assert used == [name_of(70)] * 2
-    assert new == [name_of(70)]
+    assert used == [name_of(WITH_ANSWER)] * 2
+    assert new == [name_of(WITH_ANSWER)]
 
 
 def test_another_retriever_is_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +107,12 @@ def test_token_ids_are_compared_by_their_text(llm: LLM) -> None:
     method = SamKV(block_size=8, max_documents=1)
     answer = llm.ask({"prompt_token_ids": ids}, names, reuse=method, params=SHORT)
     assert answer.reused is not None
-    assert list(answer.reused.documents) == [name_of(70)]
+    assert list(answer.reused.documents) == [name_of(WITH_ANSWER)]
 
 
 def test_a_name_that_is_not_stored_is_refused(llm: LLM) -> None:
-    names = [name_of(1), "document 0700", name_of(3)]
-    with pytest.raises(UnknownNameError, match="document 070"):
+    names = [name_of(1), f"{name_of(WITH_ANSWER)}0", name_of(3)]
+    with pytest.raises(UnknownNameError, match=f"mean '{name_of(WITH_ANSWER)}'"):
         llm.ask("who ?", names, reuse=SamKV(block_size=8, max_documents=1), params=SHORT)
 
 

@@ -116,7 +116,7 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
     return held, kept
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
 def test_a_question_holds_what_its_layers_keep(
@@ -136,7 +136,7 @@ def test_a_question_holds_what_its_layers_keep(
         finish(llm, sequence)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("policy", [None, "quest", "delta", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 32])
 def test_filling_holds_little_more_than_what_is_kept(
@@ -174,6 +174,7 @@ def dense(folder: Path) -> torch.Tensor:
         return finish(llm, begin(llm, stack))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.Tensor) -> None:
     """With a budget above the length the answer is the dense one; with a small one it runs."""
@@ -194,6 +195,7 @@ def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.
             assert found.isfinite().all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_answers_are_those_over_tokens_at_their_positions(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,7 +211,7 @@ def test_answers_are_those_over_tokens_at_their_positions(
         assert_near(packed, finish(llm, sequence))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
 @pytest.mark.parametrize("kind", ["sam_kv", "masks"])
 def test_layers_that_share_a_selection_read_the_same_tokens_packed(
@@ -236,6 +238,7 @@ def test_layers_that_share_a_selection_read_the_same_tokens_packed(
     assert sequence.reads[-1].shares(2).sum() < 64 + 1  # it did select
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
 def test_offloaded_layers_read_the_same_tokens_packed(name: str, folder: Path) -> None:
     policy = make_policy(name, ACROSS_LAYERS[name])
@@ -254,7 +257,7 @@ def test_offloaded_layers_read_the_same_tokens_packed(name: str, folder: Path) -
         assert sequence.stats().moved_bytes
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ACROSS_LAYERS, "quest"])
 def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path) -> None:
     """A question that is filled holds every page that any layer needs, then only what it keeps."""
@@ -291,7 +294,7 @@ def test_questions_that_wait_for_memory_answer_as_alone(name: str, folder: Path)
             assert_near(torch.stack(sequence.logits), torch.stack(wanted.logits))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["full", "quest", "delta", "spe_context"])
 def test_questions_that_grow_and_are_preempted_answer_as_alone(
@@ -345,7 +348,7 @@ def test_questions_that_grow_and_are_preempted_answer_as_alone(
         assert tight.engine.cache.reserved == 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("policy", [None, "delta", "quest"])
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen2_sliding", "mistral_sliding"])
 def test_sliding_windows_see_the_same_tokens_packed(
@@ -393,6 +396,7 @@ def _masks(layers: int, seed: int) -> Masks:
     return Masks(kept, kept & (torch.rand(kept.shape, generator=random) < 0.2), fuses=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_that_keep_different_numbers_answer_alike(
     seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch

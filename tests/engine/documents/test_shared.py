@@ -83,7 +83,7 @@ def before(sequence: Sequence) -> list[int]:
     return [page for page in sequence.pages[: end // SIZE] if page != NO_PAGE]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_pages_are_held_once_and_answers_are_as_alone(
@@ -131,6 +131,7 @@ def test_another_choice_or_order_is_filled_anew(folder: Path) -> None:
 PARTS = {"reuse": METHODS["reuse"], "epic": METHODS["epic"]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", ["full", "quest", "delta"])
 @pytest.mark.parametrize("method", PARTS)
 def test_a_document_is_held_once_beside_other_documents(
@@ -166,6 +167,7 @@ def test_a_document_is_held_once_beside_other_documents(
         assert llm.engine.cache.in_use == llm.engine.cache.num_aside
 
 
+@pytest.mark.slow
 def test_packed_pages_that_are_the_same_are_held_once(folder: Path) -> None:
     """For documents with dropped tokens, if all layers have the same tokens in a page."""
     settings = {"block_size": BLOCK, "share": 0.3, "stable_layers": [0], "recompute": False}
@@ -215,6 +217,7 @@ def test_pages_of_questions_that_ended_are_not_taken(folder: Path) -> None:
         assert torch.equal(torch.stack(again.logits), torch.stack(wanted.logits))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["quest", "delta"])
 def test_offloaded_layers_are_shared_too(policy: str, folder: Path, tmp_path: Path) -> None:
     plain = opened(folder, policy, prefix_cache=False)

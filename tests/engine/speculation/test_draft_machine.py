@@ -141,10 +141,6 @@ class DraftModelMachine(Machine):
     draft: ClassVar[str] = "eagle3"
 
 
-class TestFew(Machine.TestCase):
-    settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
-
-
 class TestFewWithADraftModel(DraftModelMachine.TestCase):
     settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
 

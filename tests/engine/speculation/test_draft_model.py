@@ -44,6 +44,7 @@ from tests.retrieval.drafts import edit, make_draft
 __all__ = ["model"]
 
 
+@pytest.mark.slow
 def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
     """From the target's features of accepted tokens alone, whatever was rejected before.
 
@@ -65,6 +66,7 @@ def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
         assert plain.propose(tokens, proposed[:-1]) == own
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "policy",
     [Full(), Quest(token_budget=5 * PAGE), Delta(token_budget=5 * PAGE)],
@@ -87,6 +89,7 @@ def test_a_draft_that_is_always_right_saves_steps(model: Model) -> None:
     assert all(stats.accepted_length > COUNT for stats in long)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "params", [{"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 9, "seed": 4}]
 )
@@ -117,16 +120,11 @@ def outcomes(network: Any, text: list[int], count: int, top_k: int) -> dict[tupl
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "draws"),
-    [
-        (SpeContext(token_budget=48), 1000),
-        pytest.param(SpeContext(token_budget=48), 3000, marks=pytest.mark.slow),
-        pytest.param(Full(), 3000, marks=pytest.mark.slow),
-    ],
-    ids=lambda one: getattr(one, "name", one),
+    "policy", [SpeContext(token_budget=48), Full()], ids=lambda policy: policy.name
 )
-def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy, draws: int) -> None:
+def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy) -> None:
     """Pearson's chi-square test of three tokens, of which two are proposed.
 
     The budget is enough for all tokens.
@@ -135,7 +133,7 @@ def test_outcomes_have_the_model_s_probabilities(model: Model, policy: Policy, d
     with torch.no_grad():
         shares = outcomes(network_of(model).double(), text, count, top_k=2)
     greedy = served(make_engine(model, Full()), ((0, text, 8),))
-    engine = drafted(model, policy, max_batch=16)
+    draws, engine = 3000, drafted(model, policy, max_batch=16)
     replaying(engine, greedy, error=0.3)
     params = [
         SamplingParams(max_tokens=count, top_k=2, temperature=1.0, seed=seed, ignore_eos=True)

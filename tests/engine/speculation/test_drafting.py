@@ -96,7 +96,7 @@ def assert_drafted(found: list[Sequence]) -> None:
 
 @pytest.mark.parametrize("kind", ["gqa", "windows", "latent"])
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_tokens_and_logits_are_those_without_a_draft(
     models: dict[str, Model], kind: str, name: str
 ) -> None:
@@ -147,6 +147,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("params", SAMPLED, ids=str)
 def test_a_seed_gives_the_tokens_that_it_gives_without_a_draft(
     model: Model, params: dict[str, Any]
@@ -304,6 +305,7 @@ ENDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("end", ENDS, ids=str)
 def test_a_request_ends_where_it_ends_without_a_draft(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any]
@@ -430,6 +432,7 @@ def test_documents_of_which_layers_dropped_tokens(tmp_path: Path) -> None:
 RECORDED = ((0, prompt(3, 0), 50), (5, prompt(60, 1), 40))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["full", "quest", "delta"])
 def test_recorded_steps_are_repeated_with_drafts(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str

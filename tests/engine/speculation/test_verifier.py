@@ -114,6 +114,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_outcomes_have_the_probabilities_that_they_have_without_a_draft(
     settings: dict[str, Any],

@@ -90,6 +90,7 @@ def dense_twin(kind: str, text: list[int]) -> tuple[tuple[Tensor, ...], list[Ten
     return tuple(w[0].double() for w in weights), per_head, outputs
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["llama_group3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     """Grouped heads; windows and softcap; sinks, which are no token; latents that heads share."""
@@ -126,7 +127,7 @@ def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Pat
         assert checked == STEPS * len(model.geometry(PAGE).full_attention)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_reads_what_it_reads_alone(name: str, model: Model) -> None:
     """Up to its first sparse layer a policy's own run has the queries and keys of the dense one."""

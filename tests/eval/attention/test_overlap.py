@@ -121,6 +121,7 @@ def test_layers_overlap_as_sets_do(kind: str) -> None:
     assert np.asarray(found.by_distance) == pytest.approx(np.asarray([near, far]).T, abs=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_without_sense_overlap_by_chance(kind: str) -> None:
     """Layers and steps that have nothing to do with each other: about k / n, nowhere more."""

@@ -13,6 +13,7 @@ from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_the_twin_has_the_shapes_and_nothing_else(kind: str, tmp_path: Path) -> None:
     # The twin draws from seed 0, as checkpoints of tests do.

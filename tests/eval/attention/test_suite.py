@@ -119,6 +119,7 @@ def test_dense_layers_lose_nothing(found: EvalOutcome) -> None:
                 assert all(row[i] == 0 for row in loss["error"] for i in dense)
 
 
+@pytest.mark.slow
 def test_a_control_is_what_it_is_alone(model: Model, found: EvalOutcome, tmp_path: Path) -> None:
     """Controls that another method had already are copied from its line, and are the same."""
     alone = suite(model, tmp_path / "alone", ["infllm"], budgets="1/2", texts=2)

@@ -44,6 +44,7 @@ def test_texts_that_are_all_too_short_are_refused(model: Model, tmp_path: Path) 
         Texts(paths, model).windows(64)
 
 
+@pytest.mark.slow
 def test_every_python_has_long_texts(model: Model) -> None:
     texts = library(model)
     assert texts.windows(4096) >= len(LIBRARY) / 2

@@ -83,6 +83,7 @@ def test_samples_that_all_agree_do_not_show_that_others_would(samples: int) -> N
     assert (found.high <= verdicts.LOSS) == (samples >= 189)
 
 
+@pytest.mark.slow
 def test_intervals_of_parts_hold_the_true_difference() -> None:
     """Of 200 experiments whose true difference is 0.0625 about 190 intervals should hold it."""
     rng, held = random.Random(0), 0

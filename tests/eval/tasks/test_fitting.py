@@ -24,6 +24,7 @@ def writer(tokens: Callable[[int], int], sizes: list[int]) -> Callable[[int], Wr
     return write
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("limit", [11, 12, 127, 1000, 4097, 100_000])
 @pytest.mark.parametrize(
     "tokens",

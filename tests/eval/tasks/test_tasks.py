@@ -52,7 +52,7 @@ COUNTERS: dict[str, tuple[CountTokens, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize("name", tasks())
 def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: str) -> None:
@@ -69,6 +69,7 @@ def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: st
         assert total >= 0.9 * length or "walk" in name or length == 20000
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize("name", tasks())
 def test_the_right_answer_may_be_generated_to_its_end(name: str, counter: str) -> None:
@@ -95,6 +96,7 @@ def test_samples_are_the_same_in_another_process() -> None:
     assert done.stdout.strip() == here["digest"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", tasks())
 def test_another_seed_is_another_sample(name: str) -> None:
     first, again, other = (make_task(name).make(1024, seed, WORDS) for seed in (0, 0, 1))
@@ -103,6 +105,7 @@ def test_another_seed_is_another_sample(name: str) -> None:
     assert (first.question, first.answers) != (other.question, other.answers)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLAIN_TASKS)
 def test_a_reader_finds_the_answer_in_the_prompt(name: str) -> None:
     task = make_task(name)
@@ -111,6 +114,7 @@ def test_a_reader_finds_the_answer_in_the_prompt(name: str) -> None:
         assert task.score(sample, read(name, sample.prompt)) == 1.0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TINY_TASKS)
 def test_a_reader_finds_the_answer_in_the_words_of_the_bundled_world(name: str) -> None:
     task = make_task(name)
@@ -120,6 +124,7 @@ def test_a_reader_finds_the_answer_in_the_words_of_the_bundled_world(name: str) 
         assert all(word in WORD_IDS for word in f"{sample.prompt} {sample.answers[0]}".split())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", tasks())
 def test_the_right_answer_scores_one_and_a_wrong_one_nothing(name: str) -> None:
     task = make_task(name)
@@ -137,6 +142,7 @@ def test_some_of_several_answers_score_their_share(name: str) -> None:
     assert task.score(sample, sample.answers[0].upper()) == 1 / len(sample.answers)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", tasks())
 def test_nothing_but_the_needed_sentences_has_the_answer(name: str) -> None:
     for seed in range(5):
@@ -162,6 +168,7 @@ def without_needed(context: str, depths: tuple[float, ...], name: str) -> str:
     return context
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("name", WITH_DEPTH)
 def test_a_needle_has_the_requested_depth(name: str, depth: float) -> None:
@@ -175,6 +182,7 @@ def test_a_needle_has_the_requested_depth(name: str, depth: float) -> None:
     assert (sample.question, sample.answers) == (anywhere.question, anywhere.answers)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", tasks())
 def test_depths_and_documents_are_those_of_the_context(name: str) -> None:
     sample = make_task(name).make(2048, 1, WORDS)

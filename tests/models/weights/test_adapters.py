@@ -112,6 +112,7 @@ def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> 
         locate(adapter)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(
     "settings",

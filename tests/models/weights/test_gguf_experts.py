@@ -69,6 +69,7 @@ def experts(model: Any) -> list[BlockExperts]:
     return [module for module in model.network.modules() if isinstance(module, BlockExperts)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K_M"])
 def test_logits_are_those_of_the_dequantised_file(make: Callable[[str], Path], kind: str) -> None:
     kept = load(make(kind), "cpu", "float32")
@@ -127,6 +128,7 @@ def test_products_are_those_of_single_experts_in_float64(make: Callable[[str], P
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["Q8_0", *MIXED])
 def test_a_plan_counts_the_blocks_of_experts(make: Callable[[str], Path], kind: str) -> None:
     held = {x.data_ptr(): x.nbytes for x in load(make(kind), "cpu").network.state_dict().values()}
@@ -135,6 +137,7 @@ def test_a_plan_counts_the_blocks_of_experts(make: Callable[[str], Path], kind: 
     assert shape.weight_bytes < 0.6 * shape.num_parameters * shape.itemsize
 
 
+@pytest.mark.slow
 @EACH
 def test_every_check_passes(make: Callable[[str], Path], every: int) -> None:
     assert failed(load(make("Q4_K_M"), "cpu"), every) == []

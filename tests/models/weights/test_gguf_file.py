@@ -59,7 +59,7 @@ def held_bytes(model: Any) -> int:
     return sum({x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}.values())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_those_of_the_dequantised_file(
@@ -88,6 +88,7 @@ def test_logits_are_those_of_the_dequantised_file(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> None:
     """Q4_K's scales have a byte each in memory, 3% more; Q5_K's weights 6 bits, 21% more."""
@@ -98,6 +99,7 @@ def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> Non
     assert kept < 0.6 * held_bytes(load(path, "cpu", weights="dequantised"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["Q8_0", *MIXED])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_counts_what_is_kept(
@@ -136,6 +138,7 @@ def test_a_damaged_file_is_not_planned(
     path = tmp_path / "bad.gguf"
     damaged = {"cut": data[: len(data) // 2], "noise": b"no gguf" * 999}
     path.write_bytes(damaged[damage] if damage in damaged else with_wrong_header(data, damage))
+    capsys.readouterr()  # what the first to make such a file prints
     assert main(["plan", "--model", str(path), "--total-memory", "64MiB"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert str(path) in line
@@ -149,7 +152,7 @@ def test_a_shared_table_is_held_once(make: Callable[..., Path]) -> None:
     assert held_bytes(model) < held_bytes(load(make("Q8_0"), "cpu"))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_check_passes(make: Callable[..., Path], kind: str) -> None:
     """Against transformers' eager attention over the same layers: ragged, in chunks."""
@@ -158,6 +161,7 @@ def test_every_check_passes(make: Callable[..., Path], kind: str) -> None:
     assert failed(loaded) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MIXED)
 def test_files_of_two_formats_are_kept_whole(make: Callable[..., Path], kind: str) -> None:
     network = load(make(kind), "cpu").network

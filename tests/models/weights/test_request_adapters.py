@@ -64,6 +64,7 @@ def adapted(folders: dict[str, Path], **settings: object) -> LLM:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
 def test_adapters_over_the_kept_blocks_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
     """One batch of both adapters and none, as with the file's weights unpacked."""
@@ -105,6 +106,7 @@ def params(adapter: str | None) -> SamplingParams:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chunk: int) -> None:
     llm = adapted(folders, prefill_chunk=chunk)
@@ -122,6 +124,7 @@ def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chu
     )  # one prompt, two models
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["full", "delta:token_budget=32"])
 def test_layers_on_two_devices_add_what_those_on_one_do(
     folders: dict[str, Path], places: Places, policy: str
@@ -159,6 +162,7 @@ def test_cached_prefixes_are_of_one_adapter(folders: dict[str, Path]) -> None:
         assert again.token_ids == before.token_ids
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "reuse", ["reuse", "recompute", "sam_kv", "cacheblend:recompute_ratio=0.5"]
 )

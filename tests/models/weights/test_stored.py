@@ -128,6 +128,7 @@ MADE: dict[str, Callable[[Path, str], str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MADE)
 def test_it_runs_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
     folder = MADE[kind](tmp_path, kind.split()[1])

@@ -37,6 +37,7 @@ def network(family: str) -> Any:
         return random_model(config)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["bloom", "mpt", "lfm2"])
 def test_alibi_and_recurrent_layers(family: str) -> None:
     def logits(text: str | None) -> tuple[Tensor, float | None]:
