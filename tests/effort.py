@@ -1,4 +1,7 @@
-"""How many examples a property is tried with: a fifth in `make test`, all in `make test-all`."""
+"""How many examples a property is tried with: a fifth in `make test`, all in `make coverage`.
+
+`make test-all`, which runs the slow tests only, tries all examples of these.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 
 from hypothesis import settings
 
-#: Set by `make test-all`.
+#: Set by both.
 THOROUGH = "KEYHOLE_THOROUGH" in os.environ
 
 
