@@ -15,7 +15,7 @@ from typing import Any
 import keyhole
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Parser, add_command, check_leftover, read_config
-from keyhole.errors import KeyholeError
+from keyhole.errors import KeyholeError, first_line, is_out_of_memory
 
 #: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Spinning OpenMP threads starve each other on a busy machine; torch is not imported yet.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
+    terminal.open_streams()
     try:
         arguments, leftover = build_parser(read_config(given)).parse_known_args(given)
         check_leftover(arguments, leftover)
@@ -76,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         where = f" {error.filename!r}" if error.filename is not None else ""
         terminal.error(f"{error.strerror or error}{where}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if "--debug" in given or not is_out_of_memory(error):
+            raise
+        reason = f": {first_line(error)}" if str(error) else ""  # Python's own says nothing
+        terminal.error(f"not enough memory{reason}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
