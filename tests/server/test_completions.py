@@ -113,6 +113,21 @@ def test_log_probabilities_are_those_of_the_engine(
         assert found == pytest.approx([*best.values()], abs=1e-5)
 
 
+def test_a_part_of_a_character_has_its_own_bytes(client: openai.OpenAI, llm: LLM) -> None:
+    """Tokens of a split "é" had the bytes of the replacement character."""
+    parts = llm.tokenizer.convert_tokens_to_ids(["Ã", "©"])  # 0xc3 and 0xa9, as byte-level letters
+    for part, byte in zip(parts, "é".encode(), strict=True):
+        made = client.chat.completions.create(
+            model="small",
+            messages=HELLO,
+            max_tokens=1,
+            logprobs=True,
+            logit_bias={str(part): 100},
+        )
+        (token,) = made.choices[0].logprobs.content
+        assert token.bytes == [byte]
+
+
 def test_stop_ends_before_its_text(client: openai.OpenAI, llm: LLM) -> None:
     text = wanted(llm, 8).text
     made = client.chat.completions.create(
