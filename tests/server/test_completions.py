@@ -149,6 +149,7 @@ WRONG = [
     ({"model": "other"}, 404, "'other' is not served here"),
     ({"top_logprobs": 3}, 400, "needs logprobs"),
     ({"functions": [{"name": "f"}]}, 400, "functions is not supported"),
+    ({"stop": 5}, 400, "stop: "),
     ({"n": 10000}, 400, "10000 completions"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "tokens"),
     ({"documents": ["nowhere"]}, 400, "nowhere"),
@@ -168,6 +169,32 @@ def test_what_is_wrong_is_an_error_object(
     error = answer.json()["error"]
     assert said in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("completions", {"prompt": "x"}), ("responses", {"input": "x"})]
+)
+def test_only_chats_have_documents(address: str, path: str, body: dict[str, Any]) -> None:
+    """They were ignored, and the answer was given without them."""
+    answer = httpx2.post(f"{address}/v1/{path}", json={**body, "documents": ["handbook"]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "documents is not supported here; /v1/chat/completions takes it" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["POST /v1/completions", "PUT /v1/documents/x"])
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(b"{", "the body is not JSON: "), (b"[]", "the body must be a JSON object")],
+)
+def test_a_wrong_body_is_named(address: str, path: str, raw: bytes, said: str) -> None:
+    """The message was "1: JSON decode error", or began with a colon."""
+    method, _, place = path.partition(" ")
+    headers = {"content-type": "application/json"}
+    answer = httpx2.request(method, address + place, content=raw, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)
+    assert answer.json()["error"]["param"] is None
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"[]", b'{"messages": NaN}', b""])
