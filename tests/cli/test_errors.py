@@ -28,6 +28,7 @@ def test_a_mistake_is_one_line(
     assert message in ran.err
     assert ran.err.startswith("error: ")
     assert ran.err.count("\n") == 1
+    assert "[Errno" not in ran.err  # the number, and the path a second time
 
 
 def test_every_command_has_its_mistakes() -> None:
