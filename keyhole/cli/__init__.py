@@ -19,22 +19,22 @@ from keyhole.errors import KeyholeError, first_line, is_out_of_memory
 
 #: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
-    "demo": "two long tasks under four methods, each with its control, and a picture",
+    "demo": "run two long tasks under four methods and their controls, and draw what was read",
     "generate": "continue a prompt",
-    "chat": "talk with a model",
+    "chat": "chat with a model",
     "serve": "serve a model over HTTP, for any OpenAI client",
     "batch": "answer a file of requests in OpenAI's batch format",
-    "documents": "store documents once, ask questions over them",
-    "methods": "list the policies and reuse methods, or tell all about one",
-    "plan": "which layers fit into memory at which length",
-    "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
-    "train-head": "train the head that SpeContext selects by, or the gate of SeerAttention-R",
-    "eval": "ask a model tasks under several policies and budgets",
-    "models": "the families of models that the installed transformers has, and which run exactly",
+    "documents": "store documents once, and ask questions over them",
+    "methods": "list the policies and reuse methods, or describe one",
+    "plan": "show which layers fit into memory at which length",
+    "calibrate": "choose DELTA's selection layers, or SamKV's stable layers, for a model",
+    "train-head": "train SpeContext's retrieval head, or SeerAttention-R's gate",
+    "eval": "evaluate a model on tasks, under several policies and budgets",
+    "models": "list the model families of the installed transformers, and which run exactly",
     "verify": "compare the engine with transformers on a model",
-    "info": "versions, kernels, devices and folders of this installation",
-    "bench": "measure decode steps or offloading on this machine",
-    "completion": "a script for bash, zsh or fish",
+    "info": "show versions, kernels, devices and folders of this installation",
+    "bench": "measure decode steps, questions over documents, or a running server",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
