@@ -222,7 +222,7 @@ class SamplingParams:
     help. `temperature=0` is greedy decoding.
     """
 
-    n: int = setting(1, "completions of each prompt, whose computation they share")
+    n: int = setting(1, "completions of each prompt, which is computed once")
     max_tokens: int | None = setting(
         256, "at most this many new tokens; None: as many as model and KV cache have room for"
     )
@@ -230,25 +230,31 @@ class SamplingParams:
         None, "0 is greedy; default: generation_config, else greedy"
     )
     top_p: float | None = setting(
-        None, "keep the smallest set with this probability; default: generation_config, else 1"
+        None,
+        "keep the smallest set of tokens with this probability; default: generation_config, else 1",
     )
     top_k: int | None = setting(
-        None, "keep this many most likely tokens; 0 is all; default: generation_config, else 0"
+        None, "keep the k most likely tokens; 0: all; default: generation_config, else 0"
     )
     min_p: float | None = setting(
-        None, "keep tokens above this share of the best; default: generation_config, else 0"
+        None,
+        "keep tokens above this share of the best; default: generation_config, else 0",
     )
     repetition_penalty: float | None = setting(
         None, "divides scores of seen tokens; default: generation_config, else 1"
     )
-    presence_penalty: float = setting(0.0, "taken off the score of every generated token")
-    frequency_penalty: float = setting(0.0, "taken off it each time that it was generated")
+    presence_penalty: float = setting(
+        0.0, "subtracted from the score of each token generated so far"
+    )
+    frequency_penalty: float = setting(
+        0.0, "subtracted from a token's score for each time it was generated"
+    )
     logit_bias: Mapping[int, float] | None = setting(None, "added to scores, by token id")
     bad_words: tuple[str, ...] = setting((), "texts that are never generated")
     seed: int | None = setting(None, "the same seed gives the same tokens, in any batch")
     stop: tuple[str, ...] = setting((), "end before any of these texts")
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
-    ignore_eos: bool = setting(False, "go on after the model's end-of-sequence tokens")
+    ignore_eos: bool = setting(False, "continue past the model's end-of-sequence tokens")
     grammar: str | None = setting(
         None,
         "JSON schema or Lark grammar that the text follows; needs keyhole[serve]",
@@ -259,7 +265,7 @@ class SamplingParams:
     )
     trace: bool = setting(False, "record which tokens each layer reads for every generated token")
     adapter: str | None = setting(
-        None, "LoRA adapter of the request, one of those of the LLM; None: the model alone"
+        None, "LoRA adapter of the request, one of the LLM's; None: the base model"
     )
 
     def __post_init__(self) -> None:
@@ -366,18 +372,16 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "compute a shared prefix once")
     prefix_store: str | None = setting(
-        None, "folder in which cached prefixes survive a restart; None: they do not"
+        None, "folder that keeps cached prefixes across restarts; None: not kept"
     )
-    prefix_store_bytes: int | None = setting(
-        None, "the most that they may take there; None: no limit"
-    )
+    prefix_store_bytes: int | None = setting(None, "size limit of that folder; None: no limit")
     hot_document_bytes: int | None = setting(
         None,
         "bytes of memory for keys and values of stored documents that were read last; None: none",
     )
     host_document_bytes: int | None = setting(
         None,
-        "with hot_document_bytes, bytes of the host for those that leave a GPU; None: none",
+        "with hot_document_bytes, bytes of host memory for those that leave a GPU; None: none",
     )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
@@ -387,18 +391,20 @@ class EngineConfig:
         None, "folder for layers that do not fit; on a GPU any value enables RAM offload"
     )
     max_prefill_share: float = setting(
-        0.5, "of a step's prompt tokens, the most that one prompt takes while others wait"
+        0.5, "largest share of a step's prompt tokens that one prompt takes while others wait"
     )
     graphs: bool = setting(True, "on a GPU, replay decode steps as CUDA graphs where possible")
-    max_length: int | None = setting(None, "tokens of a sequence; None: what the model allows")
+    max_length: int | None = setting(
+        None, "longest sequence, in tokens; None: what the model allows"
+    )
     draft: str | None = setting(
         None,
-        "propose tokens, checked together in one step: ngram copies earlier text, eagle3 runs the "
-        "draft model next to the weights, eagle3:FOLDER another one; None: no",
+        "speculative decoding: ngram proposes copies of earlier text, eagle3 runs the draft model "
+        "next to the weights, eagle3:FOLDER another one; None: off",
     )
     num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
     kv_dtype: str = setting(
-        "auto", "of keys and values: int8 or fp8 halve their bytes; auto: as the model computes"
+        "auto", "data type of keys and values: int8 or fp8 halve their size; auto: the model's"
     )
 
     @property

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 
 INK, FAINT, PALE = "#22303c", "#8795a1", "#eef1f4"
 DPI = 160
@@ -84,7 +84,7 @@ def _save(figure: Any, path: str | Path, date: str | None) -> None:
     try:
         figure.savefig(path, metadata=metadata)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the picture {str(path)!r}: {why(error)}") from error
 
 
 def heading(figure: Any, text: str) -> None:

@@ -35,6 +35,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
+def why(error: Exception) -> str:
+    """The reason alone: of an OSError without its number and path, which the message names."""
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)
+
+
 def one_line(error: BaseException) -> str:
     """Any library's error as a message has it: its type and its first line."""
     return f"{type(error).__name__}: {first_line(error)}"

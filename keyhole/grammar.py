@@ -74,7 +74,7 @@ class Grammars:
             raise RequestError(f"the JSON schema is not a JSON object: {error}") from error
         matcher = LLMatcher(vocabulary, made, log_level=0)
         if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0]
+            reason = _reason(matcher.get_error())
             raise RequestError(f"the grammar or JSON schema is not valid: {reason}")
         sizes = -(-vocabulary.vocab_size // 32), -(-self._vocab_size // 32)
         begin = GrammarState(matcher, offset, sizes, self._executor)
@@ -103,6 +103,13 @@ class Grammars:
         words = _Words(self._tokenizer, self._vocab_size, self._eos)
         size = len(words.tokens)
         return LLTokenizer(words, n_vocab=size, eos_token=self._eos or None), words.offset  # type: ignore[arg-type]
+
+
+def _reason(text: str) -> str:
+    """The first line of llguidance's error; of a regular expression, the line after its picture."""
+    lines = text.strip().splitlines()
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join([lines[0], *told[:1]])
 
 
 class GrammarState:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from keyhole.config import SCALARS, from_settings, is_count, kind_of, read_setting, require_known
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError, why
 
 Method = TypeVar("Method")
 
@@ -240,7 +240,9 @@ class SettingsFile:
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the settings file {str(path)!r}: {error}") from error
+            raise ConfigError(
+                f"cannot read the settings file {str(path)!r}: {why(error)}"
+            ) from error
         if not isinstance(stored, dict) or "policy" not in stored:
             raise ConfigError(
                 f"{str(path)!r} is not a settings file: it must be a JSON object that names a "
@@ -260,7 +262,7 @@ class SettingsFile:
         try:
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot write the settings {str(path)!r}: {error}") from error
+            raise ConfigError(f"cannot write the settings {str(path)!r}: {why(error)}") from error
 
 
 def is_settings_file(method: object) -> bool:

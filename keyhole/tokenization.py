@@ -196,6 +196,29 @@ def _text(part: object) -> str:
 _INCOMPLETE = "\ufffd"
 
 
+#: The letters in which byte-level tokenizers write bytes, as in GPT-2: a printable byte as itself,
+#: the others as letters from U+0100 on.
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_LETTERS = {chr(byte): byte for byte in _PLAIN} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_PLAIN}))
+}
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> bytes:
+    """The bytes of a token that alone decodes to `text`, also if they are a part of a character.
+
+    UTF-8 of the text where it is not known how the tokenizer writes bytes.
+    """
+    if tokenizer is None or _INCOMPLETE not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):  # SentencePiece's byte fallback
+        return bytes.fromhex(found[1])
+    if all(letter in _LETTERS for letter in name):
+        return bytes(_LETTERS[letter] for letter in name)
+    return text.encode()
+
+
 class Detokenizer:
     """Turns a growing list of tokens into text.
 

@@ -158,6 +158,10 @@ class BatchOutput:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
+            raise ConfigError(
+                f"{self._name} must be a file: a later run reads from it what is answered"
+            )
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:

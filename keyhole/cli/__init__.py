@@ -15,26 +15,26 @@ from typing import Any
 import keyhole
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Parser, add_command, check_leftover, read_config
-from keyhole.errors import KeyholeError
+from keyhole.errors import KeyholeError, first_line, is_out_of_memory
 
 #: Name and one line of help, in the order of `keyhole --help`.
 COMMANDS = {
-    "demo": "two long tasks under four methods, each with its control, and a picture",
+    "demo": "run two long tasks under four methods and their controls, and draw what was read",
     "generate": "continue a prompt",
-    "chat": "talk with a model",
+    "chat": "chat with a model",
     "serve": "serve a model over HTTP, for any OpenAI client",
     "batch": "answer a file of requests in OpenAI's batch format",
-    "documents": "store documents once, ask questions over them",
-    "methods": "list the policies and reuse methods, or tell all about one",
-    "plan": "which layers fit into memory at which length",
-    "calibrate": "measure where DELTA's layers belong in a model, or SamKV's stable ones",
-    "train-head": "train the head that SpeContext selects by, or the gate of SeerAttention-R",
-    "eval": "ask a model tasks under several policies and budgets",
-    "models": "the families of models that the installed transformers has, and which run exactly",
+    "documents": "store documents once, and ask questions over them",
+    "methods": "list the policies and reuse methods, or describe one",
+    "plan": "show which layers fit into memory at which length",
+    "calibrate": "choose DELTA's selection layers, or SamKV's stable layers, for a model",
+    "train-head": "train SpeContext's retrieval head, or SeerAttention-R's gate",
+    "eval": "evaluate a model on tasks, under several policies and budgets",
+    "models": "list the model families of the installed transformers, and which run exactly",
     "verify": "compare the engine with transformers on a model",
-    "info": "versions, kernels, devices and folders of this installation",
-    "bench": "measure decode steps or offloading on this machine",
-    "completion": "a script for bash, zsh or fish",
+    "info": "show versions, kernels, devices and folders of this installation",
+    "bench": "measure decode steps, questions over documents, or a running server",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Spinning OpenMP threads starve each other on a busy machine; torch is not imported yet.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if argv is None else argv)
+    terminal.open_streams()
     try:
         arguments, leftover = build_parser(read_config(given)).parse_known_args(given)
         check_leftover(arguments, leftover)
@@ -76,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         where = f" {error.filename!r}" if error.filename is not None else ""
         terminal.error(f"{error.strerror or error}{where}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if "--debug" in given or not is_out_of_memory(error):
+            raise
+        reason = f": {first_line(error)}" if str(error) else ""  # Python's own says nothing
+        terminal.error(f"not enough memory{reason}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

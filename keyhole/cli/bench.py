@@ -51,7 +51,7 @@ _OWN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole bench`."""
-    parser.add_argument("benchmark", metavar="BENCHMARK", help=" or ".join(SETTINGS))
+    parser.add_argument("benchmark", metavar="BENCHMARK", help=", ".join(SETTINGS))
     add_common(parser)
     flags.add_settings(parser, BenchSettings, "what is measured")
     for benchmark, names in _OWN.items():

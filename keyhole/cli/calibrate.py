@@ -26,7 +26,7 @@ from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
 from keyhole.config import require_counts, require_known, setting
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError, UnknownNameError, why
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import rank_by_shift
 
@@ -248,7 +248,7 @@ def _given(arguments: argparse.Namespace) -> list[Any] | None:
             return [text]
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--data {arguments.data!r} cannot be read: {error}") from error
+        raise ConfigError(f"--data {arguments.data!r} cannot be read: {why(error)}") from error
 
 
 def _prompts() -> list[Any]:

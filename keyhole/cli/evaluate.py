@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         default="keyhole-eval.jsonl",
-        help="file of the results; default: keyhole-eval.jsonl",
+        help="file of the results",
     )
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

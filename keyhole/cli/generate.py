@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import INTERRUPTED
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.errors import ConfigError, RequestError
+from keyhole.errors import ConfigError, RequestError, why
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Sequence
@@ -79,7 +79,7 @@ def _contents(name: str) -> str:
     try:
         return Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--file {name!r} cannot be read: {error}") from error
+        raise ConfigError(f"--file {name!r} cannot be read: {why(error)}") from error
 
 
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:

@@ -66,7 +66,7 @@ class PlanSettings:
         "measured", "measured: the constants of this engine; paper: those of SpeContext"
     )
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
-    kv_dtype: str = setting("auto", "of keys and values: int8 or fp8; auto: that of the model")
+    kv_dtype: str = setting("auto", "data type of keys and values: int8 or fp8; auto: the model's")
     device: str = setting(
         "cpu", "cpu or cuda, where a prompt reads a copy of one layer's keys and values"
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig, bytes_text
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 from keyhole.server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _keys(path: str | None) -> tuple[str, ...]:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from error
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {why(error)}") from error
         if not any(line.strip() for line in lines):
             raise ConfigError(f"--api-key-file {path!r} must have at least one key")
         found += lines

@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text(outcome: TrainingOutcome, config: TrainingConfig, folder: Path) -> str:
-    lines = [f"{outcome.tokens} tokens in {outcome.steps} steps, {outcome.seconds:.0f} s"]
+    done = terminal.count(outcome.tokens, "token"), terminal.count(outcome.steps, "step")
+    lines = [f"{' in '.join(done)}, {outcome.seconds:.0f} s"]
     if outcome.loss is not None:
         what = "gate" if config.objective == "gate" else "head"
         lines.append(

@@ -169,6 +169,7 @@ def _add_models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "family",
         nargs="*",
+        metavar="FAMILY",
         help="model_type of a config, such as qwen3; default: all that generate text",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per family")

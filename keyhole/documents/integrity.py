@@ -32,8 +32,11 @@ class RecordError(RequestError):
         if kind == "source":
             helps = "to repair it, add the right text again"
         else:
-            helps = "documents.verify(repair=True), or adding the same text, encodes it again"
-        super().__init__(f"{document}: {what}; right would be {right}; {helps}")
+            helps = (
+                "to encode it again, add the same text, or run documents.verify(repair=True) or "
+                "`keyhole documents verify --repair`"
+            )
+        super().__init__(f"{document}: {what}; expected {right}; {helps}")
 
     def of(self, name: str) -> RecordError:
         """The same error with the name of the document."""
@@ -42,7 +45,7 @@ class RecordError(RequestError):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of the document of this name, and what would be right.
+    """A problem of the document of this name, and what was expected.
 
     Problems of every kind except "source" are repaired by encoding the document's source again.
     """
@@ -64,7 +67,7 @@ def foreign(theirs: Fingerprint, ours: Fingerprint) -> RecordError | None:
         )
         for side in (theirs, ours)
     )
-    return RecordError("foreign", f"its record is another model's: {there}", here)
+    return RecordError("foreign", f"its record was made by another model: {there}", here)
 
 
 #: Names and values of all properties of a model that determine its keys and values.

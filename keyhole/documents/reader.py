@@ -316,7 +316,7 @@ class StoredDocument:
                 raise error.of(self.info.name) from None
 
     def _changed(self, what: str) -> RecordError:
-        return RecordError("damaged", what, "as it was written", self.info.name)
+        return RecordError("damaged", what, "what was written", self.info.name)
 
     def _read(self, parts: Sequence[Span]) -> list[Tensor]:
         found = self._bytes([(part.start, part.stop) for part in parts])
@@ -333,7 +333,7 @@ class StoredDocument:
             yield
         except OSError as error:
             raise RecordError(
-                "damaged", f"its record cannot be read: {error}", "there", self.info.name
+                "damaged", f"its record cannot be read: {error}", "its file", self.info.name
             ) from error
 
     def _require(self, good: bool, what: str, right: str) -> None:
@@ -380,7 +380,7 @@ def _faults(
         whole = error.name is None
         yield RecordError("damaged" if whole else "source", error.what, error.right)
     except OSError as error:
-        yield RecordError("source", f"its text cannot be read: {error}", "there")
+        yield RecordError("source", f"its text cannot be read: {error}", "its file")
     record = record_file(source.digest, model_of(fingerprint))
     try:
         with closing(place.reader(f"records/{record}")) as reader:
@@ -393,14 +393,14 @@ def _faults(
     except RecordError as error:
         yield error
     except OSError as error:
-        yield RecordError("damaged", f"its record cannot be read: {error}", "there")
+        yield RecordError("damaged", f"its record cannot be read: {error}", "its file")
 
 
 def nameless(catalogue: Catalogue) -> list[Problem]:
     """Files of texts whose first line is damaged and that no record identifies."""
     files = catalogue.unreadable()
     what = "the first line of this file has changed, so its document cannot be identified"
-    return [Problem(f"documents/{f}", what, "as it was written", "source") for f in sorted(files)]
+    return [Problem(f"documents/{f}", what, "what was written", "source") for f in sorted(files)]
 
 
 def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> RecordHeader:

@@ -60,8 +60,9 @@ def open_storage(place: str | Path) -> StorageBackend:
         if protocol not in fsspec.available_protocols() and "::" not in text and "://" in text:
             known = fsspec.available_protocols()
             raise UnknownNameError("protocol of a document place", protocol, known) from error
+        reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
         raise ConfigError(
-            f"documents cannot be stored at {text!r}: {one_line(error)}; name a folder or URL that "
+            f"documents cannot be stored at {text!r}: {reason}; name a folder or URL that "
             "exists or can be created"
         ) from error
 

@@ -121,7 +121,7 @@ class SourceFile:
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise RecordError(
-                "source", "the first line of its text's file has changed", "as it was written"
+                "source", "the first line of its text's file has changed", "what was written"
             ) from error
 
     def source(self, data: bytes) -> Source:

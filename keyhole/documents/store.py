@@ -300,7 +300,9 @@ class DocumentStore:
                     try:
                         return self._text(found)
                     except FileNotFoundError as error:
-                        raise RecordError("source", "its text is missing", "there", name) from error
+                        raise RecordError(
+                            "source", "its text is missing", "a file", name
+                        ) from error
 
     def _text(self, found: SourceFile) -> Text:
         return found.source(self._place.read(f"documents/{found.file}")).value

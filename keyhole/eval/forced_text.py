@@ -30,7 +30,7 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry
 from keyhole.config import require
 from keyhole.engine.sequence import Sequence as Running
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.workload import (
@@ -92,7 +92,7 @@ class WindowedText:
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--text {self.path!r} cannot be read: {error}") from error
+            raise ConfigError(f"--text {self.path!r} cannot be read: {why(error)}") from error
         self.digest: str = hashlib.sha256(text.encode()).hexdigest()[:16]
         ids = [int(token) for token in model.tokenizer(text, verbose=False).input_ids]
         unknown = ids.count(model.tokenizer.unk_token_id) / max(1, len(ids))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 
 Line = dict[str, Any]
 
@@ -61,7 +61,7 @@ class LineFile:
         try:
             data = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
-            raise ConfigError(f"{str(self.path)!r} cannot be read: {error}") from error
+            raise ConfigError(f"{str(self.path)!r} cannot be read: {why(error)}") from error
         *whole, last = data.split(b"\n")
         self.lines = [self._read(text, number) for number, text in enumerate(whole, 1) if text]
         self._size, self._cut_off = len(data), len(last)
@@ -105,7 +105,7 @@ class LineFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError(f"{str(self.path)!r} cannot be written: {error}") from error
+            raise ConfigError(f"{str(self.path)!r} cannot be written: {why(error)}") from error
         self._size, self._cut_off, self._between = -1, 0, b""
         # As it will be read back: lists instead of tuples.
         self.lines.append(json.loads(text))

@@ -98,7 +98,7 @@ class EvalSettings:
         "four layers, for the pictures of --html",
     )
     batch: int = setting(EngineConfig.max_batch, "samples decoded at once")
-    kv_dtype: str = setting("auto", "of keys and values: int8 or fp8; auto: as the model computes")
+    kv_dtype: str = setting("auto", "data type of keys and values: int8 or fp8; auto: the model's")
     prompt_memory: int | None = setting(
         None,
         "bytes for prompts that are computed once for all policies; "

@@ -354,7 +354,7 @@ def _why(error: Exception, origin: Origin) -> str:
         RemoteEntryNotFoundError: f"on the hub it has no {origin.place_of(_CONFIG)}, as LoRA "
         "adapters and GGUF files have none: give the model that it was made of",
         HFValidationError: "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'",
-        OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids to ask the hub",
+        OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids asking the hub",
     }
     told = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), None)
     return told or f"the hub cannot be reached ({one_line(error)})"

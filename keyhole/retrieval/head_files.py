@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from keyhole.config import is_count, is_number, require
-from keyhole.errors import ConfigError, ModelError, one_line
+from keyhole.errors import ConfigError, ModelError, one_line, why
 from keyhole.retrieval.config import HeadConfig
 from keyhole.retrieval.target import Target, feature_layers
 
@@ -71,7 +71,7 @@ def write_folder(
         if folder.is_dir():
             weights.unlink(missing_ok=True)
             words.unlink(missing_ok=True)
-        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {error}") from error
+        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {why(error)}") from error
 
 
 def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:
@@ -184,7 +184,7 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"the config of {name!r} cannot be read: {error}") from error
+        raise ModelError(f"the config of {name!r} cannot be read: {why(error)}") from error
     if not isinstance(config, dict):
         raise ModelError(f"the config of {name!r} cannot be read: it must be an object")
     return config

@@ -17,6 +17,7 @@ from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Piece, Result, Stats
 from keyhole.server.chat.reply import Reply
 from keyhole.server.errors import ApiError
+from keyhole.tokenization import token_bytes
 
 #: The passages that a prompt used of each of its documents.
 _Documents = list[dict[str, Any]]
@@ -182,7 +183,8 @@ class Answer:
 
         def one(token: int, value: float) -> dict[str, Any]:
             shown = text(token)
-            return {"token": shown, "logprob": value, "bytes": list(shown.encode())}
+            data = token_bytes(tokenizer, token, shown)
+            return {"token": shown, "logprob": value, "bytes": list(data)}
 
         pairs = list(zip(tokens, found, strict=False))
         if self.is_chat:

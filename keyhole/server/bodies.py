@@ -43,7 +43,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "functions": ([],),
     "prediction": (),
+    "documents": ([],),  # a chat has them
 }
+#: Those of them that chats have.
+_OF_CHATS = {"documents"}
 _SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)}
 _seen: set[str] = set()
 #: Limit of remembered unknown names, so that a client that invents names cannot fill the log.
@@ -64,7 +67,8 @@ class Body(BaseModel):
             name = place + field
             if name in _UNSUPPORTED:
                 if value is not None and value not in _UNSUPPORTED[name]:
-                    raise ApiError(400, f"{name} is not supported by this server", param=name)
+                    other = "; /v1/chat/completions takes it" if name in _OF_CHATS else ""
+                    raise ApiError(400, f"{name} is not supported here{other}", param=name)
             elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:
                 _seen.add(name)
                 logger.warning("request field %.80r is unknown and ignored", name)

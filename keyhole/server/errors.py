@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from keyhole.errors import (
@@ -89,12 +90,20 @@ def draining() -> ApiError:
     return ApiError(503, "the server is stopping", kind="server_error", code="draining")
 
 
-def invalid(error: RequestValidationError) -> ApiError:
+#: What pydantic adds to the path of a field that may have several types, or whose key is wrong.
+_NOT_A_FIELD = re.compile(r"body|str|list\[.*|\[key\]")
+
+
+def invalid(error: RequestValidationError | ValidationError) -> ApiError:
     """The first error in a body, with the path of its field."""
     first: Mapping[str, Any] = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return ApiError(400, message, param=place or None)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+    parts = [str(part) for part in first["loc"]]
+    place = ".".join(part for part in parts if not _NOT_A_FIELD.fullmatch(part))
+    if not place:
+        return ApiError(400, "the body must be a JSON object")
+    return ApiError(400, f"{place}: {first['msg']}", param=place)
 
 
 def plain(error: HTTPException) -> ApiError:

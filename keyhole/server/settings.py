@@ -36,7 +36,7 @@ class ServerConfig:
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
     drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
     tool_parser: str = setting(
-        "auto", f"form of the model's calls of tools: auto (by its template), {', '.join(FORMATS)}"
+        "auto", f"format of the model's tool calls: auto (from its template), {', '.join(FORMATS)}"
     )
     log_format: str = setting("text", "lines of the log: text or json")
     log_prompts: bool = setting(False, "write prompts to the log")

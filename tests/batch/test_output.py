@@ -114,3 +114,9 @@ def test_a_full_disk_leaves_whole_lines_and_is_reported(
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none/out\.jsonl' cannot be written: No such file"):
         BatchOutput(tmp_path / "none" / "out.jsonl")
+
+
+def test_a_device_is_refused() -> None:
+    """/dev/full was read, and is zeros without an end: memory ran out. /dev/null has no length."""
+    with pytest.raises(ConfigError, match="'/dev/null' must be a file"):
+        BatchOutput("/dev/null")

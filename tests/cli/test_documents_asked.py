@@ -218,10 +218,10 @@ def test_records_of_another_model_are_reported_and_encoded_again(stored: Documen
     other = ("--dtype", "bfloat16")
     ran = stored("ask", "Which?", "--documents", "faq", *other, *FEW)
     assert ran.status == 2
-    assert "document 'faq': its record is another model's: dtype 'float32'" in ran.err
+    assert "document 'faq': its record was made by another model: dtype 'float32'" in ran.err
     ran = stored("verify", "faq", "a", *other)
     assert ran.status == 1
-    assert ran.out.count("right would be dtype 'bfloat16'") == 2
+    assert ran.out.count("expected dtype 'bfloat16'") == 2
     assert stored("verify", "faq", "a", "--repair", *other).status == 0
     found = json.loads(stored("list", "--json", *other).out)["documents"]
     assert [info["encoded"] for info in found] == [True, True, False]

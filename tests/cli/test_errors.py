@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keyhole import cli
+from keyhole.cli.common import terminal
 from tests.cli.conftest import Run
 from tests.cli.mistakes import MISTAKES
 
@@ -26,6 +28,7 @@ def test_a_mistake_is_one_line(
     assert message in ran.err
     assert ran.err.startswith("error: ")
     assert ran.err.count("\n") == 1
+    assert "[Errno" not in ran.err  # the number, and the path a second time
 
 
 def test_every_command_has_its_mistakes() -> None:
@@ -92,6 +95,54 @@ def test_an_error_of_the_system_is_one_line(run: Run, monkeypatch: pytest.Monkey
     ran = run("generate", "x")
     assert ran.status == 2
     assert ran.err == "error: No space left on device 'layers.json'\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (MemoryError(), "error: not enough memory\n"),
+        (
+            MemoryError("Unable to allocate 23.8 GiB"),
+            "error: not enough memory: Unable to allocate 23.8 GiB\n",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory\nat alloc_cpu.cpp"),
+            "error: not enough memory: DefaultCPUAllocator: can't allocate memory\n",
+        ),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    raised: Exception, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--max-batch 100000000` ended in a traceback."""
+
+    def too_large(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("keyhole.cli.common.flags.make_llm", too_large)
+    ran = run("generate", "x")
+    assert ran.status == 2
+    assert ran.err == said
+
+
+def test_closed_streams_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`keyhole generate <&-` ended in a traceback, and with stderr closed errors went to stdout."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert cli.main(["generate", "x", "--policy", "detla"]) == 2
+    assert cli.main(["methods"]) == 0
+    assert sys.stdin.read() == ""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+
+
+def test_what_an_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document named "é" ended `documents list` in a traceback where stdout is ASCII."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    terminal.open_streams()
+    print("é \udcff", flush=True)
+    assert written.getvalue() == b"\\xe9 \\udcff\n"
 
 
 def test_debug_shows_where_an_error_came_from(run: Run) -> None:

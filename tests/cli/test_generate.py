@@ -31,6 +31,12 @@ def test_text_goes_to_stdout_and_one_line_of_counters_to_stderr(path: str, run: 
         assert part in ran.err
 
 
+def test_one_token_is_counted_as_one(path: str, run: Run) -> None:
+    """It was "1 tokens"."""
+    ran = run("generate", PROMPT, "--model", path, "--max-tokens", "1", "--device", "cpu")
+    assert ran.err.startswith("1 token |")
+
+
 def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
     path: str, run: Run, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,20 @@ def test_help_is_what_it_was(
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, *(f"documents {name}" for name in ACTIONS)])
+def test_help_names_every_argument_and_ends_no_default_empty(command: str) -> None:
+    """`keyhole models --help` had "[None ...]", and `eval` ended "default: none; default:"."""
+    text = (GOLDEN / f"{'-'.join(['help', *command.split()])}.txt").read_text()
+    assert "None" not in text
+    assert not re.search(r"default:\s*\n\s*-", text)
+
+
+def test_listing_documents_loads_no_model_by_default() -> None:
+    """The help said "default: tiny"."""
+    text = " ".join((GOLDEN / "help-documents-list.txt").read_text().split())
+    assert "the bundled demonstration model; default: none" in text
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

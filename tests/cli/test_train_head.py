@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from keyhole.cli import train_head
 from keyhole.cli.common.terminal import Interrupt
 from keyhole.retrieval.training.distill import Distiller
+from keyhole.retrieval.training.train import TrainingOutcome
+from keyhole.retrieval.training.training_config import TrainingConfig
 from tests.cli.conftest import Run
 
 OPTIONS = ("--device", "cpu", "--tokens", "600", "--length", "100", "--batch-tokens", "200")
@@ -83,6 +86,15 @@ def test_a_head_goes_on_from_another(path: str, data: str, run: Run, tmp_path: P
     ran = run(*command, "--start", first)
     assert ran.status == 0, ran.err
     assert json.loads((tmp_path / "second/config.json").read_text())["objective"] == "selection"
+
+
+def test_one_step_is_counted_as_one(tmp_path: Path) -> None:
+    """It was "1 steps"."""
+    outcome = TrainingOutcome(
+        finished=True, steps=1, tokens=3865, seconds=8.0, loss=None, recall=None, window=None
+    )
+    text = train_head._text(outcome, TrainingConfig(), tmp_path)
+    assert text.startswith("3,865 tokens in 1 step, 8 s")
 
 
 def test_other_data_are_refused(

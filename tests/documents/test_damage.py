@@ -108,7 +108,7 @@ def test_no_byte_of_a_record_can_change_unseen() -> None:
     for length in [*range(0, len(data), 7), len(data) - 1]:
         with pytest.raises(RecordError):
             read(data[:length])
-    with pytest.raises(RecordError, match=f"has {len(data) + 1} bytes; right would be {len(data)}"):
+    with pytest.raises(RecordError, match=f"has {len(data) + 1} bytes; expected {len(data)}"):
         read(data + b"\0")
 
 
@@ -182,14 +182,14 @@ def noise(data: bytearray) -> None:
 @pytest.mark.parametrize(
     ("edit", "what"),
     [
-        (cut, "its record has [0-9]+ bytes; right would be [0-9]+ bytes"),
+        (cut, "its record has [0-9]+ bytes; expected [0-9]+ bytes"),
         (empty, "its record has 0 bytes"),
         (flip_in_header, "the header of its record has changed"),
-        (other_version, "its record is a keyhole document of version 2; .* be version 1"),
+        (other_version, "its record is a keyhole document of version 2; expected version 1"),
         (other_file, "the header of its record cannot be read"),
         (no_object, "the header of its record cannot be read"),
         (other_dtype, "the header of its record has changed"),
-        (noise, "its record has 25600 bytes; right would be a header"),
+        (noise, "its record has 25600 bytes; expected a header"),
     ],
 )
 def test_a_damaged_record_is_named_and_encoded_again(
@@ -219,7 +219,9 @@ def test_a_record_under_the_name_of_another_is_named(store: DocumentStore) -> No
     other = DocumentStore(file.parents[1], MODEL | {"revision": "x"})
     other.add("b", "two", make_record(2))
     file.write_bytes(record_of(other, "b").read_bytes())
-    with pytest.raises(RecordError, match="'a': its record is another model's: revision 'x'"):
+    with pytest.raises(
+        RecordError, match="'a': its record was made by another model: revision 'x'"
+    ):
         store.open("a")
     [problem] = store.verify()
     assert (problem.name, problem.kind) == ("a", "foreign")
@@ -229,7 +231,7 @@ def test_the_nearest_of_several_foreign_records_is_named(store: DocumentStore) -
     other = DocumentStore(store._catalogue.place.url, MODEL | {"revision": "x", "dtype": "y"})
     other.add("a", "one", make_record())
     third = DocumentStore(store._catalogue.place.url, MODEL | {"dtype": "z"})
-    with pytest.raises(RecordError, match=r"another model's: dtype 'bfloat16'; .* be dtype 'z'; "):
+    with pytest.raises(RecordError, match=r"another model: dtype 'bfloat16'; expected dtype 'z'; "):
         third.open("a")
 
 
@@ -237,9 +239,7 @@ def test_a_record_that_was_taken_away_is_missing(store: DocumentStore) -> None:
     record_of(store, "a").unlink()
     for start in (False, True):
         again = DocumentStore(store._catalogue.place.url, MODEL) if start else store
-        with pytest.raises(
-            RecordError, match=r"'a': it has no record, .* same text, encodes it ag"
-        ):
+        with pytest.raises(RecordError, match=r"'a': it has no record, .* to encode it ag"):
             again.open("a")
         assert again.verify() == []
         assert again.source("a") == "one"

@@ -240,7 +240,7 @@ def test_a_failure_at_any_step_loses_nothing(
 def test_a_place_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"documents cannot be stored at '.*/file/x': NotADirectory"
+        ConfigError, match=r"documents cannot be stored at '.*/file/x': Not a directory; name"
     ):
         DocumentStore(tmp_path / "file" / "x", MODEL)
 

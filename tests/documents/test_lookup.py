@@ -76,7 +76,9 @@ def test_a_store_of_another_model_is_refused_with_the_difference(place: str) -> 
     lookup = DocumentLookup(place, OTHER)
     with pytest.raises(ConfigError, match="another model: theirs has dtype 'bfloat16', revision"):
         lookup.check_model()
-    with pytest.raises(RecordError, match="'handbook': its record is another model's: dtype"):
+    with pytest.raises(
+        RecordError, match="'handbook': its record was made by another model: dtype"
+    ):
         lookup.open("handbook", lookup.digest("handbook"))
 
 

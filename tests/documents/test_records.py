@@ -150,9 +150,9 @@ def test_a_foreign_record_is_named_by_the_field_that_differs(store: DocumentStor
         other.open("x")
     assert raised.value.kind == "foreign"
     assert str(raised.value) == (
-        "document 'x': its record is another model's: dtype 'bfloat16', no rope_factor; right "
-        "would be dtype 'float32', rope_factor 4; documents.verify(repair=True), or adding the "
-        "same text, encodes it again"
+        "document 'x': its record was made by another model: dtype 'bfloat16', no rope_factor; "
+        "expected dtype 'float32', rope_factor 4; to encode it again, add the same text, or run "
+        "documents.verify(repair=True) or `keyhole documents verify --repair`"
     )
     [problem] = other.verify()
     assert (problem.name, problem.kind) == ("x", "foreign")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.tokenization import Detokenizer
+from keyhole.tokenization import Detokenizer, token_bytes
 from tests.checkpoints import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -78,3 +79,21 @@ def test_special_tokens_are_not_text() -> None:
     for token in TOKENIZER("a</s>b").input_ids:
         detokenizer.append(token)
     assert detokenizer.text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "data"),
+    [
+        ("<0xC3>", "\ufffd", b"\xc3"),  # SentencePiece
+        ("\u013a", "\ufffd", b"\x98"),  # byte-level, a byte that is not printable
+        ("\u00e2\u0127\u0134", "\ufffd", b"\xe2\x85\x92"),
+        ("\ufffd", "\ufffd", "\ufffd".encode()),
+        ("\u2581fox", "fox", b"fox"),
+    ],
+)
+def test_the_bytes_of_a_token(name: str, text: str, data: bytes) -> None:
+    class Names:
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return name
+
+    assert token_bytes(Names(), 7, text) == data

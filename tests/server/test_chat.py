@@ -188,8 +188,8 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI, template: Any)
             "Invalid type: x",
         ),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "must have one of"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "("}}, "not valid"),
+        ({"structured_outputs": {"choice": []}}, "choice [] must be a list of at least one text"),
+        ({"structured_outputs": {"regex": "("}}, "regex parse error: unclosed group"),
         ({"structured_outputs": {"grammar": "start: missing"}}, "not valid"),
     ],
 )

@@ -113,6 +113,21 @@ def test_log_probabilities_are_those_of_the_engine(
         assert found == pytest.approx([*best.values()], abs=1e-5)
 
 
+def test_a_part_of_a_character_has_its_own_bytes(client: openai.OpenAI, llm: LLM) -> None:
+    """Tokens of a split "é" had the bytes of the replacement character."""
+    parts = llm.tokenizer.convert_tokens_to_ids(["Ã", "©"])  # 0xc3 and 0xa9, as byte-level letters
+    for part, byte in zip(parts, "é".encode(), strict=True):
+        made = client.chat.completions.create(
+            model="small",
+            messages=HELLO,
+            max_tokens=1,
+            logprobs=True,
+            logit_bias={str(part): 100},
+        )
+        (token,) = made.choices[0].logprobs.content
+        assert token.bytes == [byte]
+
+
 def test_stop_ends_before_its_text(client: openai.OpenAI, llm: LLM) -> None:
     text = wanted(llm, 8).text
     made = client.chat.completions.create(
@@ -134,6 +149,7 @@ WRONG = [
     ({"model": "other"}, 404, "'other' is not served here"),
     ({"top_logprobs": 3}, 400, "needs logprobs"),
     ({"functions": [{"name": "f"}]}, 400, "functions is not supported"),
+    ({"stop": 5}, 400, "stop: "),
     ({"n": 10000}, 400, "10000 completions"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "tokens"),
     ({"documents": ["nowhere"]}, 400, "nowhere"),
@@ -153,6 +169,32 @@ def test_what_is_wrong_is_an_error_object(
     error = answer.json()["error"]
     assert said in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("completions", {"prompt": "x"}), ("responses", {"input": "x"})]
+)
+def test_only_chats_have_documents(address: str, path: str, body: dict[str, Any]) -> None:
+    """They were ignored, and the answer was given without them."""
+    answer = httpx2.post(f"{address}/v1/{path}", json={**body, "documents": ["handbook"]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "documents is not supported here; /v1/chat/completions takes it" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["POST /v1/completions", "PUT /v1/documents/x"])
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(b"{", "the body is not JSON: "), (b"[]", "the body must be a JSON object")],
+)
+def test_a_wrong_body_is_named(address: str, path: str, raw: bytes, said: str) -> None:
+    """The message was "1: JSON decode error", or began with a colon."""
+    method, _, place = path.partition(" ")
+    headers = {"content-type": "application/json"}
+    answer = httpx2.request(method, address + place, content=raw, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)
+    assert answer.json()["error"]["param"] is None
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"[]", b'{"messages": NaN}', b""])

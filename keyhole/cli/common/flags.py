@@ -45,10 +45,12 @@ _METAVARS = {
 _REPEATED = {"tuple[str, ...]": "TEXT", "Mapping[int, float]": "ID=X"}
 
 
-def add_model(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
-    """--model; --device and --dtype where the model is loaded."""
-    text = "folder, hub id, GGUF file, or tiny, the bundled demonstration model; default: tiny"
-    parser.add_argument("--model", metavar="MODEL", help=text)
+def add_model(
+    parser: argparse.ArgumentParser, *, loads: bool = True, default: str = "tiny"
+) -> None:
+    """--model; --device and --dtype where the model is loaded. default: as the help says it."""
+    text = "folder, hub id, GGUF file, or tiny, the bundled demonstration model"
+    parser.add_argument("--model", metavar="MODEL", help=f"{text}; default: {default}")
     text = "branch, tag or commit of a hub id; default: its main branch"
     parser.add_argument("--revision", metavar="NAME", help=text)
     text = "folder inside the model's folder or hub id in which its files are"
@@ -158,7 +160,7 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
     """--documents, and the other flags of a document store that a command opens."""
     group = parser.add_argument_group("documents")
     group.add_argument("--documents", metavar="PLACE", help="folder or URL of stored documents")
-    text = "the most that they may take, bytes or 20GiB; default: no limit"
+    text = "size limit of the store, such as 20GiB; default: no limit"
     group.add_argument("--documents-limit", metavar="SIZE", help=text)
     add_check(group, "--documents-check")
 
@@ -299,7 +301,7 @@ def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str)
 def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
     """The help followed by the default; the help itself says what None means."""
     text = text.replace("None: ", "default: ")
-    plain = field.default in (None, ()) or isinstance(field.default, bool)
+    plain = field.default in (None, (), "") or isinstance(field.default, bool)
     return text if plain else f"{text}; default: {terminal.setting(field.default)}"
 
 

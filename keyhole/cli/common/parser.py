@@ -46,7 +46,7 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
     try:
         found = _parsed(Path(path))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
         raise ConfigError(f"{flag} {path!r} cannot be read: {reason}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigError(

@@ -7,7 +7,9 @@ overwritten.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -39,6 +41,18 @@ MARKS = {
 }
 HEADING = "bold"
 ERROR = "bold red"
+
+
+def open_streams() -> None:
+    """Makes stdin, stdout and stderr usable: a closed one is replaced by an empty one, and what an
+    output cannot encode is escaped.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # as after `<&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
@@ -127,7 +141,7 @@ def _named(method: Policy | Reuse, settings: Mapping[str, Any]) -> str:
 
 def closing_line(stats: Stats) -> str:
     """The counters of a request in one line."""
-    parts = [f"{stats.generated_tokens} tokens"]
+    parts = [count(stats.generated_tokens, "token")]
     if stats.step_ms:
         parts.append(f"{1e3 * (stats.accepted_length or 1) / stats.step_ms:.1f} tokens/s")
     if stats.accepted_length is not None:

@@ -14,10 +14,10 @@ from keyhole.cli.common.parser import Parser, add_command
 #: Name and one line of help.
 ACTIONS = {
     "add": "encode files and store them",
-    "list": "what is stored",
-    "show": "what is stored of a document, and what a question keeps of it, as a picture",
-    "remove": "forget documents",
-    "verify": "find what is damaged or another model's, and encode it again",
+    "list": "list what is stored",
+    "show": "describe a stored document, or draw what a question keeps of it",
+    "remove": "remove documents",
+    "verify": "find records that are damaged or of another model, and encode them again",
     "ask": "answer a question over stored documents",
 }
 

@@ -130,7 +130,7 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents list`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_store(parser)
-    flags.add_model(parser)
+    flags.add_model(parser, default="none")
 
 
 def _run_list(arguments: argparse.Namespace) -> int:
@@ -228,7 +228,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
         return 1 if wrong else 0
     for problem in problems:
         state = "repaired: " if problem.name in repaired else ""
-        print(f"{state}{problem.name}: {problem.what}; right would be {problem.right}")
+        print(f"{state}{problem.name}: {problem.what}; expected {problem.right}")
     checked = terminal.count(len(set(known) if names is None else set(names)), "document")
     if wrong:
         left = [problem for problem in wrong if problem.kind != "source"]
@@ -261,8 +261,7 @@ def _advice(repairable: bool) -> str:
 
 
 class List:
-    """Lists the stored documents. Without --model no model is loaded, and nothing is shown of its
-    records.
+    """Lists the stored documents. Without --model, no model is loaded.
 
     With --model, tokens and blocks are as this model counts them, and `encoded` says whether it can
     answer over a document at once; if not, `keyhole documents verify --repair` encodes it.

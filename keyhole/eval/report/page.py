@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from keyhole.drawing import FAINT, matplotlib
-from keyhole.errors import ConfigError, KeyholeError
+from keyhole.errors import ConfigError, KeyholeError, why
 from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.policy_trace import SelectionMap
 from keyhole.eval.report import charts
@@ -237,7 +237,7 @@ def save_page(text: str, path: str | Path) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write the report {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the report {str(path)!r}: {why(error)}") from error
 
 
 def environment() -> jinja2.Environment:

@@ -37,7 +37,7 @@ _MODEL = {
     "dtype": "auto, float32, bfloat16 or float16",
     "adapters": "LoRA adapters that requests may choose, NAME=FOLDER,NAME=FOLDER or a mapping",
     "documents": "folder or URL of stored documents, which every replica reaches",
-    "documents_limit": "the most that they may take, bytes or 20GiB",
+    "documents_limit": "size limit of the store, such as 20GiB",
 }
 _ACTOR = {
     "num_cpus": "CPUs of a replica, and threads that it computes with",

@@ -25,7 +25,7 @@ from keyhole.config import (
     require_layers,
     setting,
 )
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 from keyhole.retrieval.config import INPUTS
 
 OBJECTIVES = ("attention", "selection", "eagle", "gate")
@@ -186,7 +186,7 @@ def _read(name: str) -> list[tuple[str, object]]:
     try:
         content = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--data {name!r} cannot be read: {error}") from error
+        raise ConfigError(f"--data {name!r} cannot be read: {why(error)}") from error
     if not name.endswith(".jsonl"):
         return [("", content)]
     found: list[tuple[str, object]] = []

@@ -15,6 +15,13 @@ from keyhole.server.chat.tool_parser import ToolFormat
 from keyhole.server.errors import ApiError
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+#: What each field of structured_outputs must be.
+_CONSTRAINTS = {
+    "choice": "a list of at least one text, none of them empty",
+    "grammar": "a grammar as text",
+    "json": "a JSON schema",
+    "regex": "a regular expression as text",
+}
 _XML_TEXT = r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
 
 
@@ -44,11 +51,10 @@ def constraint_of(given: Mapping[str, Any] | None) -> str | None:
     """The rule of vLLM's structured_outputs: one of json, regex, choice, grammar (Lark)."""
     if given is None:
         return None
-    known = {"json", "regex", "choice", "grammar"}
-    if len(given) != 1 or not given.keys() <= known:
+    if len(given) != 1 or not given.keys() <= _CONSTRAINTS.keys():
         raise ApiError(
             400,
-            f"structured_outputs must have one of {', '.join(sorted(known))}, not {[*given]}",
+            f"structured_outputs must have one of {', '.join(_CONSTRAINTS)}, not {[*given]}",
             param="structured_outputs",
         )
     ((kind, value),) = given.items()
@@ -64,7 +70,9 @@ def constraint_of(given: Mapping[str, Any] | None) -> str | None:
     elif kind == "grammar" and isinstance(value, str) and value:
         return value
     raise ApiError(
-        400, f"structured_outputs.{kind} {value!r} cannot be used", param="structured_outputs"
+        400,
+        f"structured_outputs.{kind} {value!r} must be {_CONSTRAINTS[kind]}",
+        param="structured_outputs",
     )
 
 

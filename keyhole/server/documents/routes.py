@@ -19,7 +19,7 @@ from keyhole.errors import KeyholeError, UnknownNameError
 from keyhole.server.bodies import DocumentBody
 from keyhole.server.documents.convert import decoded, text_of
 from keyhole.server.documents.queue import Job
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, invalid
 from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
 
@@ -52,9 +52,7 @@ async def put(name: str, request: Request, wait: bool = True) -> Response:
     try:
         body = DocumentBody.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from error
+        raise invalid(error) from error
     body.check_others()
     return await _store(request, name, body, wait=wait)
 
