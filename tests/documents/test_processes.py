@@ -204,8 +204,9 @@ def test_a_file_that_goes_while_it_is_listed_is_left_out(
         (folder / "a").unlink()
         yield found
 
-    monkeypatch.setattr(os, "scandir", one_goes)
-    assert list(place.files("records")) == ["b"]
+    with monkeypatch.context() as patched:  # before pytest removes the folder by the same function
+        patched.setattr(os, "scandir", one_goes)
+        assert list(place.files("records")) == ["b"]
 
 
 def test_being_killed_loses_nothing(others: list[Process], tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_it_runs_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
     while engine.has_work:
         engine.step()
     found = sequence.logits[0].float()
-    # bfloat16, and sums in another order. Inputs that are rounded to three bits again in every layer
-    # make more of that: transformers' eager attention and its sdpa differ by 0.04 to 0.06 there.
+    # bfloat16, and sums in another order. Inputs that every layer rounds to three bits again make
+    # more of that: transformers' eager attention and its sdpa differ by 0.04 to 0.06 there.
     error = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert error < (0.1 if kind.endswith("FP8_DYNAMIC") else 0.05)
     if kind != "fp8 blocks":  # which are dequantised without a GPU
