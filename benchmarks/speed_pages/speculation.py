@@ -12,10 +12,23 @@ Line = dict[str, Any]
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """The table and targets of the newest line; empty without lines."""
+    """The tables and targets of the newest line of each processor; empty without lines."""
     if not lines:
         return []
-    line = lines[-1]
+    newest = {line["machine"]["cpu"]: line for line in lines}
+    settings = lines[-1]["settings"]
+    parts = [
+        "## Several tokens per step, on a CPU",
+        f"A draft of {settings['num_draft_tokens']} tokens with random weights, whose tokens are "
+        f"accepted with a probability\nof {settings['accept']}, the same ones for each system "
+        "([how](how-to/draft.md)). Batch 1:",
+    ]
+    for line in sorted(newest.values(), key=lambda line: str(line["date"]), reverse=True):
+        parts += _of_processor(line)
+    return parts
+
+
+def _of_processor(line: Line) -> list[str]:
     settings, machine = line["settings"], line["machine"]
     rows = [
         [f"{result['context']:,}", f"`{name}`", *_cells(found)]
@@ -24,10 +37,6 @@ def section(lines: Sequence[Line]) -> list[str]:
     ]
     heads = ["tokens", "system", "step in ms", "tokens per step", "tokens/s by those of `full`"]
     return [
-        "## Several tokens per step, on a CPU",
-        f"A draft of {settings['num_draft_tokens']} tokens with random weights, whose tokens are "
-        f"accepted with a probability\nof {settings['accept']}, the same ones for each system "
-        "([how](how-to/draft.md)). Batch 1:",
         tables.written(heads, rows),
         "\n".join(_target(result) for result in line["results"] if "target" in result),
         f"Shape of {settings['shape']}, bfloat16, medians of {settings['rounds']} turns of "
