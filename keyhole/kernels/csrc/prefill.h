@@ -5,22 +5,22 @@
 
 // A tile of 8-bit numbers as one of T, which holds them exactly; their scales are applied to scores
 // and weights.
-template <class K, class T>
+template <class K, class T, int N>
 class WidenedTile {
   public:
     // Floats that a thread needs.
     static int64_t room(int64_t D, int64_t Dv) {
-        return Scaled<K>::bytes ? (rounded_up(D, W) + rounded_up(Dv, W)) * kTile : 0;
+        return Scaled<K>::bytes ? (rounded_up(D, W) + rounded_up(Dv, W)) * N : 0;
     }
 
     WidenedTile(int64_t D, int64_t Dv, float* room)
         : D_(D), Dv_(Dv), keys_(reinterpret_cast<T*>(room)),
-          values_(reinterpret_cast<T*>(room + rounded_up(D, W) * kTile)) {}
+          values_(reinterpret_cast<T*>(room + rounded_up(D, W) * N)) {}
 
-    const Tile<T>& of(const Tile<K>& tile) {
+    const Tile<T, N>& of(const Tile<K, N>& tile) {
         read_scales(tile, D_, Dv_, true, scales_);
         tile_.count = tile.count;
-        for (int t = 0; t < kTile; t++) {
+        for (int t = 0; t < N; t++) {
             tile_.position[t] = tile.position[t];
             tile_.key[t] = widened(tile.key[t], D_, keys_ + t * rounded_up(D_, W));
             tile_.value[t] = widened(tile.value[t], Dv_, values_ + t * rounded_up(Dv_, W));
@@ -40,7 +40,7 @@ class WidenedTile {
 
     const int64_t D_, Dv_;
     T *keys_, *values_;
-    Tile<T> tile_;
+    Tile<T, N> tile_;
     Scales scales_;
 };
 
@@ -48,6 +48,8 @@ class WidenedTile {
 template <class K, class T = K>
 class CausalAttention {
     using Query = typename Product<T>::Query;
+    static constexpr int N = PromptTiles<T>::tokens;
+    using Wide = WidenedTile<K, T, N>;
 
   public:
     explicit CausalAttention(const Prefill& a)
@@ -63,7 +65,7 @@ class CausalAttention {
         sums_ = static_cast<float*>(
             workspace(2, omp_get_max_threads() * rows_ * (out_stride_ + Vector::width + 1) * 4));
         packed_room_ = PromptTiles<T>::room(a.D, a.Dv);
-        room_ = packed_room_ + WidenedTile<K, T>::room(a.D, a.Dv);
+        room_ = packed_room_ + Wide::room(a.D, a.Dv);
         packed_ = static_cast<float*>(workspace(4, omp_get_max_threads() * room_ * 4));
         sight_ = static_cast<int64_t*>(
             workspace(3, omp_get_max_threads() * 2 * rows_ * sizeof(int64_t)));
@@ -156,8 +158,7 @@ class CausalAttention {
         const int64_t high = a_.blocks ? a_.counts[list] * a_.block_size : reading(last + 1);
         float* room = packed_ + thread * room_;
         const PromptTiles<T> reader(a_, room);
-        WidenedTile<K, T> wide(a_.D, a_.Dv, room + packed_room_);
-        constexpr int N = PromptTiles<T>::tokens;
+        Wide wide(a_.D, a_.Dv, room + packed_room_);
         Tiles<K, N> tiles(from, low, high, a_.D + a_.Dv);
         for (; tiles.left(); tiles.advance()) {
             const Tile<K, N>& tile = tiles.tile();

@@ -38,9 +38,10 @@ void attend(const Attend& a) {
 }
 
 void prefill(const Prefill& a) {
-    if (fits(a.D, a.Dv) && a.dtype == DType::bfloat16 && a.stored == DType::bfloat16)
-        return CausalAttention<bfloat16>(a).run();
-    avx512_path.prefill(a);
+    if (a.dtype != DType::bfloat16 || !fits(a.D, a.Dv)) avx512_path.prefill(a);
+    else if (a.stored == DType::int8) CausalAttention<int8, bfloat16>(a).run();
+    else if (a.stored == DType::e4m3) CausalAttention<e4m3, bfloat16>(a).run();
+    else CausalAttention<bfloat16>(a).run();
 }
 
 void linear(const Linear& a) {

@@ -18,7 +18,7 @@ static inline void matrix_tile(const bfloat16* query, int64_t query_stride, cons
 struct MatrixForm : QueryForm<bfloat16> {
     using Unit = MatrixUnit;
     static constexpr int tokens = kMatrixTokens;
-    static constexpr bool reads_scales = true;  // there are none
+    static constexpr bool reads_scales = true;  // decode attention has none
     template <class... Arguments>
     static void attend(const Arguments&... all) {
         matrix_tile(all...);
@@ -171,7 +171,8 @@ static inline void matrix_mix(const MatrixWeights* weights, int64_t rows, const 
 static inline void matrix_tile(const bfloat16* query, int64_t query_stride, const MatrixTile& tile,
                                int64_t D, int64_t Dv, const Scoring& how, const Rows& rows,
                                float* raw, int64_t raw_stride, const int64_t* after,
-                               const int64_t* until, const MatrixTile* ahead, const Scales*) {
+                               const int64_t* until, const MatrixTile* ahead,
+                               const Scales* scales) {
     alignas(64) float scores[kMatrixRows * kMatrixTokens];
     for (int64_t first = 0; first < rows.count; first += kMostRows) {
         const int64_t end = lesser(rows.count, first + kMostRows);
@@ -184,11 +185,13 @@ static inline void matrix_tile(const bfloat16* query, int64_t query_stride, cons
                               lesser(kMatrixRows, end - row), tile, D, scores,
                               row == first ? soon : nullptr);
             float* const own = scores + at * kMatrixTokens;
+            if (scales) scale_rows<1, kMatrixTokens>(own, scales->key);
             finish_scores<bfloat16, 1>(own, tile, how, after ? after + row : nullptr,
                                        until ? until + row : nullptr);
             if (raw) memcpy(raw + row * raw_stride, own, tile.count * sizeof(float));
             if (!rows.out) continue;
             weigh<kMatrixTokens>(own, rows, row);
+            if (scales) scale_rows<1, kMatrixTokens>(own, scales->value);
             weights[(row - first) / kMatrixRows].keep(at, own);
         }
         if (rows.out)

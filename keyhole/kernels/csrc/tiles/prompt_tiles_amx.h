@@ -14,9 +14,9 @@ class PromptTiles<bfloat16> {
 
     void attend(const bfloat16* query, int64_t query_stride,
                 const MatrixTile& tile, const Rows& rows, const int64_t* after, const int64_t* until,
-                const MatrixTile* ahead, const Scales*) const {
+                const MatrixTile* ahead, const Scales* scales) const {
         matrix_tile(query, query_stride, tile, a_.D, a_.Dv, a_.scoring, rows, nullptr, 0, after,
-                    until, ahead, nullptr);
+                    until, ahead, scales);
     }
 
   private:

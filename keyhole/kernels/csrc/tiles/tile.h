@@ -18,9 +18,9 @@ struct Tile {
     uint32_t rebuilt = 0;  // bit mask of tokens whose `key` is a row of coefficients
 };
 
-// The scales of a tile's keys and values of 8 bits.
+// The scales of a tile's keys and values of 8 bits. A tile has 64 tokens at most.
 struct Scales {
-    alignas(64) float key[kTile], value[kTile];
+    alignas(64) float key[64], value[64];
 };
 
 // The scale behind a row of D numbers.
@@ -30,19 +30,19 @@ static inline float scale_of(const T* row, int64_t D) {
     memcpy(&scale, row + D, sizeof scale);
     return scale * Scaled<T>::step;
 }
-template <class T>
-static inline void read_scales(const Tile<T>& tile, int64_t D, int64_t Dv, bool values,
+template <class T, int N>
+static inline void read_scales(const Tile<T, N>& tile, int64_t D, int64_t Dv, bool values,
                                Scales& scales) {
-    for (int t = 0; t < kTile; t++) scales.key[t] = scale_of(tile.key[t], D);
-    for (int t = 0; values && t < kTile; t++) scales.value[t] = scale_of(tile.value[t], Dv);
+    for (int t = 0; t < N; t++) scales.key[t] = scale_of(tile.key[t], D);
+    for (int t = 0; values && t < N; t++) scales.value[t] = scale_of(tile.value[t], Dv);
 }
-// Multiplies the numbers of H rows by those of the tokens.
-template <int H>
+// Multiplies the numbers of H rows by those of the N tokens.
+template <int H, int N = kTile>
 static inline void scale_rows(float* numbers, const float* by) {
-    for (int t = 0; t < kTile; t += Vector::width) {
+    for (int t = 0; t < N; t += Vector::width) {
         const Vector scale = load(by + t);
         for (int h = 0; h < H; h++) {
-            float* row = numbers + h * kTile + t;
+            float* row = numbers + h * N + t;
             store(row, load(row) * scale);
         }
     }
