@@ -130,7 +130,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 _LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4}
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("family", EXACT)
 def test_it_is_exact(family: str) -> None:
     config = CONFIG_MAPPING[family](**exactness_gate._EXAMPLES.get(family, {}))

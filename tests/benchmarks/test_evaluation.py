@@ -52,6 +52,7 @@ def test_adaptive_budgets_are_taken_by_their_policies() -> None:
         cell.method.policy(cell.length, 16).resolve(geometry)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def test_layers_that_read_everything_do_not_count() -> None:
     assert first_error.share_read(trace, 0, (0, 2)) == 0.75
 
 
+@pytest.mark.slow
 def test_a_right_answer_has_no_wrong_word(tiny: Model) -> None:
     task = make_task("tiny_derive")
     found = first_error.find(tiny, Full(), task, length=LENGTH, seed=0, setup="prompt")

@@ -95,6 +95,7 @@ def test_a_file_grows_without_being_copied(tmp_path: Path) -> None:
     assert second[0].eq(5.0).all()
 
 
+@pytest.mark.slow
 def test_a_file_ends_with_its_tensors(tmp_path: Path) -> None:
     maps, files = Path("/proc/self/maps"), Path("/proc/self/fd")
     if not maps.exists():

@@ -37,6 +37,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short")
 def test_every_method_and_its_control_run_every_task(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"

@@ -122,6 +122,7 @@ def test_results_do_not_change_when_layers_move(
     assert other.stats().moved_bytes is None
 
 
+@pytest.mark.slow
 def test_requests_that_come_and_go_are_not_mixed_up(
     models: dict[str, Model], tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_heavier_weights_leave_less_for_texts(
     assert plans[0].memory != plans[1].memory
 
 
+@pytest.mark.slow
 def test_all_together_stay_within_the_total(model: Model, tmp_path: Path) -> None:
     """Weights and what is above of the cache, counted in tensors, beside what a step is given."""
     total = 2_500_000
@@ -400,7 +401,7 @@ def test_a_plan_for_a_gpu_counts_that_copy(
     assert pages[1] == pytest.approx(200_000 / (each + PAGE * 2 * 2 * 8 * FLOAT), abs=1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["quest", "spe_context"])
 def test_a_layer_leaves_before_its_buffers_come(
     model: Model, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

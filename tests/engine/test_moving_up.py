@@ -170,7 +170,7 @@ def test_a_long_answer_goes_on_above_when_its_neighbour_ends(model: Model, tmp_p
     assert seen[-1][2] == seen[first][2] > 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
 def test_memory_is_kept_to_at_every_moment(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool

@@ -99,7 +99,7 @@ OTHER_SETTINGS = [
 ]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "other"), OTHER_SETTINGS, ids=str)
 def test_the_same_policy_with_other_settings(
     model: Model, alone: Answers, own: Policy, other: dict[str, Any]

@@ -28,6 +28,7 @@ def in_threads(work: Callable[[int], object]) -> list[object]:
         return list(pool.map(work, range(len(PROMPTS))))
 
 
+@pytest.mark.slow
 def test_calls_from_many_threads_give_what_each_gives_alone(llm: LLM) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
     assert in_threads(lambda n: llm.generate(PROMPTS[n], PARAMS).token_ids) == alone

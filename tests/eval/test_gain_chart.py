@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from keyhole.drawing import matplotlib
 from keyhole.eval.report import charts
 from keyhole.eval.report.cells import Cell, cells
@@ -110,6 +112,7 @@ def test_what_cannot_tell_is_never_best_and_in_no_mean() -> None:
     assert texts(found.tables[3])[2][-2] == "cannot tell; outside the budget: the prompt"
 
 
+@pytest.mark.slow
 def test_terms_are_never_in_one_table() -> None:
     mixed = [
         *lines(terms="equal"),

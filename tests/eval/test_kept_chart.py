@@ -157,7 +157,7 @@ def statistics(layers: int, blocks: int) -> list[LayerStatistics]:
     ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "blocks"), [(1, 1), (6, 40), (32, 2000)])
 def test_any_document_is_a_picture(layers: int, blocks: int, tmp_path: Path) -> None:
     made_ = statistics(layers, blocks)

@@ -57,7 +57,7 @@ def test_rounding_to_16_bits_is_allowed_for(dtype: str, tmp_path: Path) -> None:
     assert all(check.passed for check in checks)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_policy_that_forgets_a_page_is_found(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -245,7 +245,7 @@ REUSES = [
 ]
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.one_in(28)
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("reuse", REUSES)
 def test_documents_on_two_devices_are_those_of_one(

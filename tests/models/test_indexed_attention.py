@@ -144,6 +144,7 @@ def test_generated_tokens_equal_those_of_transformers(draft: str | None) -> None
     assert ours.token_ids == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_steps_can_be_repeated_from_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA graphs do: a step's shapes decide alone whether it selects."""
     config = shrink(CONFIG_MAPPING["glm_moe_dsa"](index_topk_freq=3))

@@ -181,7 +181,7 @@ def check_received(engine: Engine, checked: Checked, *, near: float) -> int:
     return number
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("llama_group3", "float32"), ("llama", "bfloat16")])
 def test_what_tokens_received_is_what_is_found_from_scratch_at_every_step(
     kind: str, dtype: str
@@ -212,6 +212,7 @@ def test_what_tokens_received_is_what_is_found_from_scratch_at_every_step(
     assert max(request.stats().cached_prompt_tokens for request in requests) >= 8
 
 
+@pytest.mark.slow
 def test_chunks_of_any_size_give_the_same() -> None:
     model, _ = twins("llama_group3", num_hidden_layers=3)
     job = prompt(150), prompt(9)

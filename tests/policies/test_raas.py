@@ -226,6 +226,7 @@ def test_alpha_decides_between_pages_of_almost_equal_weight() -> None:
     assert gone == [0, 1, 1, 0]
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_generation_stays_bounded() -> None:
     """Far more tokens than the cache has room for; the pool is as full as it was early on."""
     model, _ = twins("llama_group3", num_hidden_layers=2)

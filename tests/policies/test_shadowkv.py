@@ -255,6 +255,7 @@ def test_reads_besides_keys_are_counted() -> None:
     assert request.stats().other_bytes_read == 3 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_layers_on_a_lower_tier_need_keys_as_they_are(tmp_path: Path) -> None:
     model, _ = twins("llama", num_hidden_layers=6)
     params, policy = dataclasses.replace(GREEDY, max_tokens=40), ShadowKV(token_budget=12, rank=0)

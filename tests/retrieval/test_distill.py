@@ -56,7 +56,7 @@ def of(objective: str, start: str) -> TrainingConfig:
     return dataclasses.replace(RECIPE, objective=objective, start=begin)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["attention", "eagle"])
 @pytest.mark.parametrize("inputs", ["tokens", "tokens+features"])
 def test_a_few_steps_lower_the_loss(network: Any, objective: str, inputs: str) -> None:

@@ -18,7 +18,7 @@ _TOTAL = sum(LENGTHS[name] for name in _NAMES)
 _PARTS = [_PREFIX, *(TEXTS[name] for name in _NAMES), _QUESTION]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["llama", "llama_group7"])
 @pytest.mark.parametrize("deviation", ["value", "key", "both"])
 @pytest.mark.parametrize("check", [1, 2])

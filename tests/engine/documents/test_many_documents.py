@@ -54,7 +54,7 @@ def ask(llm: LLM, names: list[str], max_documents: int | None) -> tuple[list[str
     return list(answer.reused.documents), new
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_only_the_wanted_number_of_records_is_opened(llm: LLM, most: int) -> None:
     names = [name_of(number) for number in range(NUMBER)]

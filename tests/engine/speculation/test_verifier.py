@@ -124,6 +124,7 @@ def test_outcomes_have_the_probabilities_that_they_have_without_a_draft(
     assert chi_square(drawn(settings), shares) < 3
 
 
+@pytest.mark.slow
 def test_the_statistic_notices_another_distribution() -> None:
     """A draft that is accepted by its probability and else replaced by any token of the whole."""
     shares = wanted({"temperature": 1.0})

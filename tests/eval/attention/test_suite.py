@@ -91,6 +91,7 @@ def test_every_method_has_a_line_on_both_kinds_of_weights(
     ]
 
 
+@pytest.mark.slow
 def test_no_selection_keeps_more_than_the_oracle(found: EvalOutcome, methods: list[str]) -> None:
     """With a key per query head: of all selections of this size, it keeps the most."""
     compared = 0

@@ -34,6 +34,7 @@ def evaluation(model: Model, path: Path, **fields: Any) -> DocumentEvaluation:
     return DocumentEvaluation(model, grid, LineFile(path), lambda: {"date": "today"})
 
 
+@pytest.mark.slow
 def test_every_question_has_a_line_with_every_method(reader: Model, tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     wanted = evaluation(reader, path)

@@ -87,6 +87,7 @@ digest = sha256(repr(samples).encode()).hexdigest()
 """
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_in_another_process() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}
     run = [sys.executable, "-c", f"{DIGEST}print(digest)"]

@@ -124,7 +124,7 @@ def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chu
     )  # one prompt, two models
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "delta:token_budget=32"])
 def test_layers_on_two_devices_add_what_those_on_one_do(
     folders: dict[str, Path], places: Places, policy: str

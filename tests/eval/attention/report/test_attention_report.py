@@ -165,6 +165,7 @@ def test_tables_have_the_random_twin_next_to_the_model() -> None:
     assert markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
 
 
+@pytest.mark.slow
 def test_the_page_shows_tables_and_pictures() -> None:
     lines = [line("quest"), line("quest", "random"), overlap("trained"), overlap("random")]
     text = pictures.render(lines)
