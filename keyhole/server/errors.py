@@ -98,7 +98,8 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
     """The first error in a body, with the path of its field."""
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is not JSON: {reason}")
     parts = [str(part) for part in first["loc"]]
     place = ".".join(part for part in parts if not _NOT_A_FIELD.fullmatch(part))
     if not place:
