@@ -11,8 +11,8 @@ from benchmarks.kernels.cases import KernelCase, System
 from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 
-# One sequence, and the engine's default batch size.
-_TOKENS = (1, 8)
+# One sequence, the engine's default batch size, and what a matrix unit takes at once and at most.
+_TOKENS = (1, 8, 16, 64)
 # Together they exceed the processor's cache.
 _VARIANTS = 4
 
