@@ -15,7 +15,8 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from keyhole.async_llm import AsyncLLM, EngineLoad, load_of
@@ -224,13 +225,20 @@ class EngineServer:
             "cancel": self._cancelled.add,
         }
         try:
-            with self._link.makefile("rb") as messages:
-                while size := messages.read(_LENGTH.size):
-                    kind, *rest = pickle.loads(messages.read(_LENGTH.unpack(size)[0]))
-                    takers[kind](*rest)
+            for kind, *rest in self._messages():
+                takers[kind](*rest)
         finally:
             self._steps.close()
             self._end_encoding()
+
+    def _messages(self) -> Iterator[tuple[Any, ...]]:
+        """Those of the other process until it ends, even in the middle of one."""
+        with self._link.makefile("rb") as sent, suppress(ConnectionResetError):
+            while len(size := sent.read(_LENGTH.size)) == _LENGTH.size:
+                (expected,) = _LENGTH.unpack(size)
+                if len(data := sent.read(expected)) < expected:
+                    return
+                yield pickle.loads(data)
 
     def drain(self) -> None:
         """Tells the other process to end: after running requests, or at once the second time."""

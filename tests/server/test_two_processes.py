@@ -226,10 +226,20 @@ def test_the_engines_side_ends_with_its_last_step(llm: LLM) -> None:
     engine = EngineServer(llm, there, interval=0.05)
     arguments = {"prompt": "abc", "params": LONG}
     engine._steps.start(1, Submission(method="submit", arguments=arguments))
+    assert here.recv(1)  # a socket closed with more to read resets the connection
     here.close()
     engine.run()
     assert engine._steps.is_idle
     assert not llm.engine.has_work
+    there.close()
+
+
+@pytest.mark.parametrize("sent", [b"\0" * 3, (100).to_bytes(8, "big") + b"\x80\x05"])
+def test_the_engines_side_ends_within_a_message(llm: LLM, sent: bytes) -> None:
+    here, there = socket.socketpair()
+    here.sendall(sent)
+    here.close()
+    EngineServer(llm, there, interval=0.05).run()
     there.close()
 
 

@@ -27,8 +27,9 @@ namespace {
 
 bool fits(int64_t D, int64_t Dv) { return D <= kMostColumns && Dv <= kMostColumns; }
 
-// Rows of a group that fill half of the unit's: with fewer, vectors are as fast (benchmarks/LOG.md).
-constexpr int64_t kFewestRows = 4;
+// Query heads of a group that fill the rows of an operand: with four, vectors are faster
+// (benchmarks/LOG.md). Not the rows that share tokens: a row's result must not depend on those.
+constexpr int64_t kFewestRows = kMatrixRows;
 
 void attend(const Attend& a) {
     if (a.dtype == DType::bfloat16 && fits(a.D, a.Dv) && !a.low_rank && a.keys.dim_stride == 1 &&
