@@ -56,8 +56,10 @@ class CausalAttention {
         : a_(a), heads_(a.blocks ? a.Hq : a.Hkv), G_(a.Hq / heads_) {
         query_stride_ = rounded_up(a.D, Product<T>::step);
         out_stride_ = rounded_up(a.Dv, Vector::width);
-        block_ = G_ < kRows ? kRows / G_ : 1;
-        rows_ = block_ * G_;
+        int64_t most = PromptTiles<T>::rows;
+        while (most > kRows && a.T * G_ / most * heads_ < 4 * omp_get_max_threads()) most /= 2;
+        block_ = G_ < most ? most / G_ : 1;
+        rows_ = rounded_up(block_ * G_, PromptTiles<T>::unit);
         table_size_ = a.M;
         table_ = static_cast<int32_t*>(workspace(0, table_size_ * sizeof(int32_t)));
         query_ = static_cast<Query*>(
@@ -83,8 +85,7 @@ class CausalAttention {
     }
 
   private:
-    // Rows of a task, if a group has no more: their sums fit in the L1 cache.
-    static constexpr int64_t kRows = 64;
+    static constexpr int64_t kRows = 64;  // of a task at least, which few prompts cut into more
 
     // Each block of positions is cut into tasks, whose tokens share its lists.
     void run_over_blocks() {

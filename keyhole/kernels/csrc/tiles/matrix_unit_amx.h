@@ -8,8 +8,8 @@ template <int tile>
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(tile) : "memory");
 }
 template <int tile>
-[[gnu::always_inline]] static inline void store_tile(void* to) {
-    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(int64_t{64}), "i"(tile) : "memory");
+[[gnu::always_inline]] static inline void store_tile(void* to, int64_t row_bytes = 64) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(tile) : "memory");
 }
 template <int tile>
 [[gnu::always_inline]] static inline void clear_tile() {
@@ -60,16 +60,15 @@ template <int to, int left, int right>
 }
 
 // Right operands of `count` rows of I numbers, a multiple of 32: for every 32 of them a tile, in which
-// each row is a column; columns without a row are zero.
-static inline void pack_rows(const bfloat16* rows, int64_t stride, int64_t count, int64_t I,
-                             uint8_t* tiles) {
+// each row is a column; columns without a row are zero. `numbers(i, d)`: row i's d .. d + 31.
+template <class Numbers>
+static inline void pack_rows(Numbers numbers, int64_t count, int64_t I, uint8_t* tiles) {
     for (int column = 0; column < 16; column += 8) {
         uint8_t* to = tiles + 4 * column;
         for (int64_t d = 0; d < I; d += 32, to += kTileBytes) {
             __m512i r[8];
             for (int i = 0; i < 8; i++)
-                r[i] = column + i < count ? _mm512_loadu_si512(rows + (column + i) * stride + d)
-                                          : _mm512_setzero_si512();
+                r[i] = column + i < count ? numbers(column + i, d) : _mm512_setzero_si512();
             if (column < count) transpose_halves(r);
             for (int i = 0; i < 8; i++) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64 * i),
@@ -79,4 +78,9 @@ static inline void pack_rows(const bfloat16* rows, int64_t stride, int64_t count
             }
         }
     }
+}
+static inline void pack_rows(const bfloat16* rows, int64_t stride, int64_t count, int64_t I,
+                             uint8_t* tiles) {
+    pack_rows([=](int64_t i, int64_t d) { return _mm512_loadu_si512(rows + i * stride + d); },
+              count, I, tiles);
 }

@@ -4,6 +4,8 @@ template <class T>
 class PromptTiles {
   public:
     static constexpr int tokens = kTile;  // of a tile
+    static constexpr int unit = 1;        // rows come in whole units
+    static constexpr int64_t rows = 64;   // of a task at most: their sums fit in the L1 cache
     // Floats that a thread needs.
     static int64_t room(int64_t, int64_t) { return 0; }
 
