@@ -135,8 +135,7 @@ def load_files(
     place, number, wanted = one_device(device), _dtype(dtype), weight_format(weights)
     _require_cpu(wanted, place)
     name, shown = found.name, found.shown
-    if (found.has_adapter or found.adapter is not None) and not is_peft_available():
-        raise ignored_adapter(found)
+    _require_adapter_applied(found)
     whole = _read_whole_config(found)
     config = text_part(whole)
     families.check(config, shown)
@@ -177,6 +176,18 @@ def load_files(
     return replace(model, name=found.config.stem, weights=weights)
 
 
+def _require_adapter_applied(found: ModelFiles) -> None:
+    """ModelError for a LoRA adapter that would be ignored, or applied to other weights."""
+    if (found.has_adapter or found.adapter is not None) and not is_peft_available():
+        raise ignored_adapter(found)
+    if found.has_adapter and found.options.get("subfolder"):
+        # Transformers would look in the model of the adapter for a folder of that name.
+        raise ModelError(
+            f"{found.name!r} has a LoRA adapter in subfolder {found.origin.subfolder!r}: download "
+            "it, and give its folder"
+        )
+
+
 def _load_network(
     found: ModelFiles, config: Any, number: Any, *, is_part: bool, keeps: bool
 ) -> Any:
@@ -200,6 +211,8 @@ def _load_network(
                     attn_implementation=_FIRST,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # reported below, with their names
+                    # Otherwise an adapter at the top of the hub id is taken for one of these files.
+                    adapter_kwargs={"subfolder": found.options.get("subfolder", "")},
                     **found.options,
                     **names,
                 )
