@@ -296,7 +296,7 @@ async def _after(
         except Exception as error:
             found = api_error(error)
             state.metrics.failed(found.kind)
-            if found.status >= 500:
+            if found.status >= 500 and not isinstance(error, ApiError):
                 logger.exception("a stream failed")
             yield answer.frame(answer.failed(found))
 

@@ -90,6 +90,12 @@ def draining() -> ApiError:
     return ApiError(503, "the server is stopping", kind="server_error", code="draining")
 
 
+def cut_off() -> ApiError:
+    """The error for an answer that is not complete after the drain timeout."""
+    message = "the server is shutting down, and this answer was not complete in time; try again"
+    return ApiError(503, message, kind="server_error", code="draining")
+
+
 #: What pydantic adds to the path of a field that may have several types, or whose key is wrong.
 _NOT_A_FIELD = re.compile(r"body|str|list\[.*|\[key\]")
 

@@ -24,6 +24,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
+from keyhole.server.errors import cut_off
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State
 from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
@@ -159,8 +160,9 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Extends uvicorn's; open connections get 503 for new requests."""
+        """Extends uvicorn's; open connections get 503 for new requests, and for those that run."""
         self._state.admission.is_draining = True
+        self._state.llm.end(cut_off())
         await asyncio.to_thread(self._state.end_encoding)
         await super().shutdown(sockets)
         if self._state.traces is not None:
