@@ -23,7 +23,7 @@ from keyhole.server.chat.prompt import prepared, reply_to_question
 from keyhole.server.chat.reply import Reply
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
-from keyhole.server.errors import ApiError, api_error
+from keyhole.server.errors import ApiError, api_error, concerning, is_failure
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")
@@ -162,13 +162,14 @@ def _used_passages(
 
 
 def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
-    if given is None or isinstance(given, str):
-        return None if given is None else make_reuse(given)
-    settings = dict(given)
-    name = settings.pop("method", None)
-    if not isinstance(name, str):
-        raise ApiError(400, f"reuse.method {name!r} must be a method's name", param="reuse")
-    return make_reuse(name, settings)
+    with concerning("reuse"):
+        if given is None or isinstance(given, str):
+            return None if given is None else make_reuse(given)
+        settings = dict(given)
+        name = settings.pop("method", None)
+        if not isinstance(name, str):
+            raise ApiError(400, f"reuse.method {name!r} must be a method's name", param="reuse")
+        return make_reuse(name, settings)
 
 
 async def respond(
@@ -296,7 +297,7 @@ async def _after(
         except Exception as error:
             found = api_error(error)
             state.metrics.failed(found.kind)
-            if found.status >= 500 and not isinstance(error, ApiError):
+            if is_failure(error, found):
                 logger.exception("a stream failed")
             yield answer.frame(answer.failed(found))
 

@@ -158,7 +158,11 @@ def test_parts_instructions_and_roles_are_taken(client: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_x"}, 404, "'resp_x' is not known"),
         ({"text": {"format": {"type": "xml"}}}, 400, "'xml' must be"),
         ({"model": "other"}, 404, "not served here"),
-        ({"max_output_tokens": 0}, 400, "max_tokens 0"),
+        (
+            {"max_output_tokens": 0},
+            400,
+            "max_output_tokens: Input should be greater than or equal to 1, not 0",
+        ),
         ({"n": 2}, 400, "n: "),
     ],
 )

@@ -31,7 +31,7 @@ class ResponsesBody(SamplingBody):
     previous_response_id: str | None = None
     store: bool | None = True
     n: int | None = Field(1, ge=1, le=1)
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
