@@ -59,6 +59,7 @@ def _server(
         create_app(llm, config),
         log_config=None,
         access_log=False,
+        lifespan="off",  # the application has no such tasks, and an end at once would cancel them
         # Requests have had the drain timeout by then; this lets pending writes finish.
         timeout_graceful_shutdown=1,
     )

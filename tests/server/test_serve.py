@@ -146,6 +146,22 @@ def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
 
 
 @pytest.mark.slow
+def test_a_second_signal_ends_at_once(path: str) -> None:
+    """The log ended in a traceback of asyncio."""
+    with process("--model", path, "--memory", "8MiB") as (server, address, lines):
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            server.send_signal(signal.SIGTERM)
+            while httpx2.get(f"{address}/ready").status_code == 200:
+                pass
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+    assert server.returncode == 0
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its handler of logs stayed, and later servers of this process wrote to a closed stream."""
     before = [*logging.getLogger().handlers]
