@@ -83,9 +83,10 @@ class _Inbox:
         self._has_some = asyncio.Event()
 
     def put(self, update: Update) -> None:
-        """Adds an update."""
-        self._updates.append(update)
-        self._has_some.set()
+        """Adds an update; none follows an error."""
+        if not (self._updates and _error_of(self._updates[-1])):
+            self._updates.append(update)
+            self._has_some.set()
 
     async def take(self) -> Piece:
         """Waits for updates and returns all as one piece; raises the request's error, if any."""
@@ -93,9 +94,10 @@ class _Inbox:
         updates, self._updates = self._updates, []
         self._has_some.clear()
         *before, last = updates
-        if last.extras is not None and last.extras.error is not None:
+        error = _error_of(last)
+        if error is not None:
             if not before:
-                raise last.extras.error
+                raise error
             self.put(last)  # raised after the earlier updates
             return self._piece(before)
         return self._piece(updates)
@@ -126,6 +128,10 @@ class _Inbox:
         return self._text.take(final=final)
 
 
+def _error_of(update: Update) -> BaseException | None:
+    return None if update.extras is None else update.extras.error
+
+
 def _joined(parts: list[Extras], name: str) -> list[Any] | None:
     """The lists of this name in all parts, concatenated; None if no part has one."""
     lists = [found for part in parts if (found := getattr(part, name)) is not None]
@@ -151,6 +157,7 @@ class AsyncLLM:
             raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
         self.llm = llm
         self._inboxes: dict[int, _Inbox] = {}
+        self._ended: Exception | None = None
         self._numbers = itertools.count()
         self._steps: Steps = StepThread(llm, self._deliver, stream_interval)
 
@@ -162,6 +169,15 @@ class AsyncLLM:
     def load(self) -> EngineLoad:
         """The engine's current load."""
         return load_of(self.llm.engine)
+
+    def end(self, error: Exception) -> None:
+        """Ends all requests with an error, after their tokens so far; later ones begin with it.
+
+        Call it in the event loop of the requests.
+        """
+        self._ended = error
+        for number, inbox in self._inboxes.items():
+            inbox.put(Update(number, [], Extras(error=error)))
 
     @overload  # a string is also an iterable of strings
     async def generate(  # type: ignore[overload-overlap]
@@ -310,6 +326,8 @@ class AsyncLLM:
         if isinstance(prompt, str):  # tokenised here, so that no step waits for a long text
             tokens = await asyncio.to_thread(self.llm.tokens, prompt)
             given = {**given, "prompt": {"prompt_token_ids": tokens}}
+        if self._ended is not None:
+            raise self._ended
         number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)
         self._inboxes[number] = inbox
         arguments = {**given, "params": params}

@@ -130,10 +130,16 @@ class GrammarState:
         return GrammarState(self.matcher.deep_copy(), self.offset, self.sizes, self.executor)
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; whether the grammar allows it."""
-        taken = self.matcher.consume_token(token + self.offset)
-        self.offset = 0
+        """Takes the next token if the grammar allows it; otherwise nothing changes."""
+        taken = self.matcher.try_consume_tokens([token + self.offset]) == 1
+        if taken:
+            self.offset = 0
         return taken
+
+    @property
+    def allows_any(self) -> bool:
+        """Whether any token may come next."""
+        return bool(allowed([self]).any())
 
     @property
     def is_complete(self) -> bool:
@@ -142,7 +148,7 @@ class GrammarState:
 
     def check(self) -> None:
         """RequestError if no token may come next."""
-        if not allowed([self]).any():
+        if not self.allows_any:
             raise RequestError(
                 "this model's tokenizer has no token that the grammar or JSON schema can begin "
                 "with; it cannot write such a text"

@@ -107,6 +107,12 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
 
 
+#: What a template is given besides its settings.
+_OF_CONVERSATIONS = {
+    *("conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt")
+}
+
+
 def chat_text(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -126,6 +132,8 @@ def chat_text(
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; use generate with a prompt")
     template = str(tokenizer.get_chat_template(tools=tools))
+    for name in sorted(_OF_CONVERSATIONS & (settings or {}).keys()):
+        raise RequestError(f"{name!r} is no setting of a chat template; leave it out of them")
     for name in [*(["tools"] if tools else []), *(settings or {})]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise RequestError(f"this model's chat template knows no {name!r}; leave it out")
@@ -168,8 +176,10 @@ def _in_parts(message: Message) -> dict[str, Any]:
 
 def _plain(message: object) -> dict[str, Any]:
     """A message whose content is one text; one that calls tools may have none."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise RequestError(f"a message needs 'role' and 'content', not {message!r}")
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"a message needs 'role' and 'content', and a role is a text; not {message!r}"
+        )
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         content = "\n".join(_text(part) for part in content)

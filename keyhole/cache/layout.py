@@ -181,6 +181,7 @@ def memory_model(
     movable: Collection[int] | None = None,
     num_heads: int | None = None,
     scores: int = 0,
+    sequence_bytes: int = 0,
     document_bytes: int = 0,
     gathers: bool = False,
 ) -> MemoryModel:
@@ -189,8 +190,9 @@ def memory_model(
     requests: the most that run at once. prefill_chunk: the most prompt tokens of a step. page_data:
     shapes of side data per page, of all layers and of the head. movable: layers that the policy can
     offload; None: all that can be. num_heads: as for `layer_memory`. scores: `Policy.token_scores`.
-    document_bytes: stored documents that stay in the cache's memory. gathers: whether prompts read
-    a copy of a layer's keys and values, as on a GPU; on a CPU they are read in place.
+    sequence_bytes: what the policy keeps of a sequence. document_bytes: stored documents that stay
+    in the cache's memory. gathers: whether prompts read a copy of a layer's keys and values, as on
+    a GPU; on a CPU they are read in place.
     """
     layers = layer_memory(geometry, num_heads)
     if movable is not None:
@@ -208,7 +210,7 @@ def memory_model(
         head_weight_bytes=size.head_weight_bytes,
         page_data_bytes=data_bytes(geometry, page_data),
         list_page_bytes=list_bytes(geometry.page_size, scores),
-        request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES),
+        request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES) + sequence_bytes,
         document_bytes=document_bytes,
         gathered_token_bytes=gathered_bytes(geometry) if gathers else 0,
         runtime_bytes=_KEPT_BY_ALLOCATOR * step_bytes,

@@ -14,6 +14,7 @@ never keep a layer offloaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -74,6 +75,15 @@ def model_size(model: Model, *selecting: nn.Module | None) -> ModelSize:
     )
 
 
+def sequence_bytes(policy: Policy, geometry: Geometry) -> int:
+    """What a resolved policy keeps of a sequence, as `SequenceState` stores it."""
+    whole = policy.sequence_state(geometry).values()
+    numbers = policy.sequence_numbers(geometry).values()
+    return torch.int32.itemsize * sum(map(math.prod, whole)) + geometry.itemsize * sum(
+        map(math.prod, numbers)
+    )
+
+
 def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
     """Layers that may be offloaded under a policy, resolved.
 
@@ -111,6 +121,7 @@ def memory_of(
         movable=layers,
         num_heads=policy.selection_heads(geometry),
         scores=policy.token_scores(geometry),
+        sequence_bytes=sequence_bytes(policy, geometry),
         document_bytes=document_bytes,
         gathers=gathers,
     )
@@ -179,8 +190,8 @@ def allocate(
         )
         plan = make_plan(memory, config)
         room, page_bytes = plan.cache_memory, memory.page_bytes(0)
-    elif config.memory is None and model.layer_devices is not None:
-        room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
+    elif config.memory is None and model.attention_devices is not None:
+        room = page_bytes * _pages_on_all(model.attention_devices, model.device, geometry, data)
     else:
         room = free_memory(model.device) if config.memory is None else config.memory
     max_pages = max(0, room - reserved - hot) // page_bytes
@@ -197,7 +208,7 @@ def allocate(
         device=model.device,
         page_data=data[:-1],
         common=data[-1],
-        layer_devices=model.layer_devices,
+        layer_devices=model.attention_devices,
     )
     if plan is None or config.offload is None:
         return cache, None

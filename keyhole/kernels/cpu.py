@@ -238,6 +238,8 @@ def spread_scores(
     scores, page_table, ends = as_float32(scores), as_rows(page_table), as_int32(ends)
     (num_rows, num_heads, count), page_size = scores.shape, numbers.shape[2]
     num_pages = page_table.shape[1]
+    assert numbers.dtype in (torch.int16, torch.int32), numbers.dtype
+    assert (numbers.shape[1], len(page_table), len(ends)) == (num_heads, num_rows, num_rows)
     out = torch.empty(num_rows, num_heads, num_pages * page_size, dtype=torch.float32)
     extension.spread_scores(
         numbers.itemsize,

@@ -156,6 +156,11 @@ def settings(
     for name, value in named.items():
         if value is not None:
             raise ConfigError(f"{name} {value!r} cannot be used with device_map; leave one out")
+    if model.is_hybrid:
+        raise ConfigError(
+            f"device_map cannot be used with {model.name!r}: its recurrent layers keep the state "
+            "of a sequence on one device"
+        )
     if any(layer.index_topk is not None for layer in geometry.layers):
         raise ConfigError(
             "device_map cannot be used with a model whose layers select tokens by an indexer"

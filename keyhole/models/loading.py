@@ -22,7 +22,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, extract_commit_hash
-from transformers.utils.import_utils import is_peft_available
 
 from keyhole.config import SamplingParams
 from keyhole.errors import (
@@ -47,7 +46,6 @@ from keyhole.models.locate import (
     ModelFiles,
     Origin,
     bundled_name,
-    ignored_adapter,
     lacks_tokenizer,
     locate,
     named,
@@ -63,7 +61,7 @@ from keyhole.models.modules import (
 from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights import gguf_file
-from keyhole.models.weights.adapters import merged, read_adapters
+from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.safetensors_files import damage
 from keyhole.models.weights.stored import (
@@ -135,8 +133,7 @@ def load_files(
     place, number, wanted = one_device(device), _dtype(dtype), weight_format(weights)
     _require_cpu(wanted, place)
     name, shown = found.name, found.shown
-    if (found.has_adapter or found.adapter is not None) and not is_peft_available():
-        raise ignored_adapter(found)
+    require_applied(found)
     whole = _read_whole_config(found)
     config = text_part(whole)
     families.check(config, shown)
@@ -200,6 +197,8 @@ def _load_network(
                     attn_implementation=_FIRST,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # reported below, with their names
+                    # Otherwise an adapter at the top of the hub id is taken for one of these files.
+                    adapter_kwargs={"subfolder": found.options.get("subfolder", "")},
                     **found.options,
                     **names,
                 )

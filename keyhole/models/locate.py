@@ -123,7 +123,8 @@ class ModelFiles:
     unreachable: why the hub did not answer, so that only its local cache is used; None: it did.
     has_adapter: there is a LoRA adapter next to the weights. gguf: the GGUF file in the folder that
     holds config, weights and tokenizer; None: they are in files of their own. adapter: the folder
-    of a LoRA adapter that is merged into these weights. origin: as it was given to `locate`.
+    of a LoRA adapter that is merged into these weights. origin: as it was given to `locate`; with
+    an adapter, that of its model.
     """
 
     name: str
@@ -179,7 +180,9 @@ def locate(model: str | Path, origin: Origin = _MAIN) -> ModelFiles:
         )
     if origin.subfolder is not None and (folder.is_file() or name.lower().endswith(".gguf")):
         raise ConfigError(f"subfolder {origin.subfolder!r} is for a folder, and {name!r} is a file")
-    return replace(_located(name, origin), origin=origin)
+    found = _located(name, origin)
+    # The model that an adapter is for has a place of its own.
+    return found if found.adapter is not None else replace(found, origin=origin)
 
 
 def _located(name: str, origin: Origin) -> ModelFiles:
@@ -205,17 +208,21 @@ def _located(name: str, origin: Origin) -> ModelFiles:
     has_config, has_adapter = ((folder / file).is_file() for file in (_CONFIG, ADAPTER))
     # A training may leave the config of the model beside the adapter.
     if has_adapter and not (has_config and any(map(any, map(folder.glob, _WEIGHTS)))):
-        return _base_of(folder, replace(origin, revision=None, subfolder=None))
+        return _base_of(folder, origin)
     if not has_config:
         raise ModelError(f"folder {name!r} holds no model: it has no {_CONFIG}")
     return ModelFiles(name, folder / _CONFIG, None, has_adapter)
 
 
 def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
-    """The model that an adapter was trained for, and the adapter."""
+    """The model that an adapter was trained for, and the adapter.
+
+    The subfolder that was given is the adapter's; peft writes the revision of the model.
+    """
     path = adapter / ADAPTER
     try:
-        base = json.loads(path.read_text())["base_model_name_or_path"]
+        written = json.loads(path.read_text())
+        base, revision = written["base_model_name_or_path"], written.get("revision")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"{str(path)!r} names no model that the adapter is for: {one_line(error)}"
@@ -223,7 +230,8 @@ def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
     if base == str(adapter):
         raise ModelError(f"{str(path)!r} names its own folder as the model that it is for")
     try:
-        found = locate(base, origin)
+        revision = None if Path(named(base)).exists() else revision
+        found = locate(base, replace(origin, revision=revision, subfolder=None))
     except (ConfigError, ModelError) as error:
         raise ModelError(
             f"the adapter {str(adapter)!r} is for the model {base!r}, which is not found: {error}; "

@@ -80,6 +80,17 @@ class Model:
         )
 
     @property
+    def attention_devices(self) -> tuple[torch.device, ...] | None:
+        """The device of each layer with keys and values; None: all on `device`.
+
+        A decoder layer of LongCat has attention twice.
+        """
+        if self.layer_devices is None:
+            return None
+        each = len(families.layouts(self.network.config)) // len(self.layer_devices)
+        return tuple(place for place in self.layer_devices for _ in range(each))
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether some layers keep a recurrent state of a sequence."""
         return bool(families.recurrent_layers(self.network.config))

@@ -74,7 +74,7 @@ class Answer:
     """One answer of chat or completions, with the id that all of its pieces share.
 
     kind: such as "chat.completion". replies: of a chat, one per completion. n: completions per
-    prompt.
+    prompt. top_logprobs: of a chat, how many tokens are listed for each place.
     """
 
     kind: str
@@ -82,6 +82,7 @@ class Answer:
     tokenizer: Any = None
     replies: Sequence[Reply] = ()
     n: int = 1
+    top_logprobs: int = 0
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -188,9 +189,14 @@ class Answer:
 
         pairs = list(zip(tokens, found, strict=False))
         if self.is_chat:
+            # A chosen token that is not among the most likely is the last, beyond their number.
+            most = self.top_logprobs
             return {
                 "content": [
-                    {**one(token, best[token]), "top_logprobs": [one(*x) for x in best.items()]}
+                    {
+                        **one(token, best[token]),
+                        "top_logprobs": [one(*x) for x in [*best.items()][:most]],
+                    }
                     for token, best in pairs
                 ]
             }

@@ -60,6 +60,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         app.include_router(page.router)
     for path, handler in _PLAIN.items():
         app.add_api_route(path, handler, methods=["GET"])
+    for path in ("/health", "/ready"):  # some load balancers ask for no body
+        app.add_api_route(path, _PLAIN[path], methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_exception_handler(RequestValidationError, _handler(errors.invalid))
@@ -76,7 +78,7 @@ def _handler(convert: Any) -> Any:
         if answer.status == 404 and isinstance(error, HTTPException):
             answer = errors.no_such_path(request.method, request.url.path)
         state_of(request).metrics.failed(answer.kind)
-        if answer.status >= 500 and not isinstance(error, ApiError):
+        if errors.is_failure(error, answer):
             logger.error("a request failed", exc_info=error)
         return answer.response()
 

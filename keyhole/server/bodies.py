@@ -17,10 +17,11 @@ from pydantic import (
 
 from keyhole.config import SamplingParams, require_known
 from keyhole.engine.request import PolicySpec
+from keyhole.errors import ConfigError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.policies.base import Policy
 from keyhole.server.chat.prompt import ChatRequest
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, concerning
 
 logger = logging.getLogger("keyhole.server")
 
@@ -44,6 +45,24 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "prediction": (),
     "documents": ([],),  # a chat has them
+    # Of /v1/responses
+    "background": (False,),
+    "conversation": (),
+    "top_logprobs": (0,),
+    # vLLM's
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "continue_final_message": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 #: Those of them that chats have.
 _OF_CHATS = {"documents"}
@@ -141,7 +160,7 @@ class SamplingBody(Body):
     def sampling(
         self, logprobs: int | None, grammar: str | None, adapter: str | None
     ) -> SamplingParams:
-        """The engine's parameters; ConfigError for an invalid value.
+        """The engine's parameters; ApiError for an invalid value.
 
         Without `max_tokens`: as many as fit into model and KV cache.
         """
@@ -150,11 +169,16 @@ class SamplingBody(Body):
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("top_k") == -1:  # vLLM's value for all
             given["top_k"] = 0
+        if self.seed is not None and self.seed < 0:  # as in OpenAI's API, where they have 64 bits
+            given["seed"] = self.seed % 2**64
         given.setdefault("max_tokens", None)
-        trace = self.keyhole is not None and self.keyhole.trace
-        return SamplingParams(
-            **given, logprobs=logprobs, grammar=grammar, trace=trace, adapter=adapter
-        )
+        given |= {"logprobs": logprobs, "grammar": grammar, "adapter": adapter}
+        try:
+            return SamplingParams(**given, trace=self.keyhole is not None and self.keyhole.trace)
+        except ConfigError as error:
+            name = str(error).partition(" ")[0]
+            field = name if name in names else None
+            raise ApiError(400, str(error), param=field) from error
 
     def policy(self, own: Policy) -> PolicySpec | None:
         """The policy that the request names; by default `own`, the server's.
@@ -176,12 +200,12 @@ class SamplingBody(Body):
         name = None if asked.policy is None else policy_name(asked.policy)
         if name is None or name == own.name:
             return settings or None
-        known = available_policies()
-        require_known("policy", name, known)
-        made = make_policy(name, settings)
-        if budget is None and most is not None and getattr(made, "token_budget", most) > most:
-            made = make_policy(name, {"token_budget": most})
-        return made
+        with concerning("keyhole"):
+            require_known("policy", name, available_policies())
+            made = make_policy(name, settings)
+            if budget is None and most is not None and getattr(made, "token_budget", most) > most:
+                made = make_policy(name, {"token_budget": most})
+            return made
 
     def check_others(self, place: str = "") -> None:
         """See `Body`."""
@@ -227,7 +251,7 @@ class ChatBody(SamplingBody):
     """
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None

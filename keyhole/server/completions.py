@@ -20,9 +20,10 @@ from keyhole.server.answers import Answer, AnswerReads, AnyAnswer
 from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, SearchedDocuments
 from keyhole.server.chat.grammars import answer_rule, constraint_of, grammar_of
 from keyhole.server.chat.prompt import prepared, reply_to_question
+from keyhole.server.chat.reply import Reply
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
-from keyhole.server.errors import ApiError, api_error
+from keyhole.server.errors import ApiError, api_error, concerning, is_failure
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")
@@ -57,9 +58,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     prompt = {"prompt_token_ids": ready.token_ids}
     streams = state.llm.streams(prompt, params, policy=policy, caller=caller)
     replies = [ready.reply() for _ in streams]
-    answer = Answer(
-        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
-    )
+    answer = _chat_answer(state, body, replies)
     return await respond(answer, body, request, streams)
 
 
@@ -83,10 +82,19 @@ async def _chat_over_documents(
         for one in params.each()
     ]
     used_passages = functools.partial(_used_passages, state, names, passages=body.passages)
-    answer = Answer(
-        "chat.completion", body.model or state.name, state.tokenizer, replies, body.completions
-    )
+    answer = _chat_answer(state, body, replies)
     return await respond(answer, body, request, streams, used_passages)
+
+
+def _chat_answer(state: State, body: ChatBody, replies: list[Reply]) -> Answer:
+    return Answer(
+        "chat.completion",
+        body.model or state.name,
+        state.tokenizer,
+        replies,
+        body.completions,
+        top_logprobs=body.top_logprobs or 0,
+    )
 
 
 @router.post("/v1/completions")
@@ -154,13 +162,14 @@ def _used_passages(
 
 
 def _reuse(given: str | dict[str, Any] | None) -> Reuse | None:
-    if given is None or isinstance(given, str):
-        return None if given is None else make_reuse(given)
-    settings = dict(given)
-    name = settings.pop("method", None)
-    if not isinstance(name, str):
-        raise ApiError(400, f"reuse.method {name!r} must be a method's name", param="reuse")
-    return make_reuse(name, settings)
+    with concerning("reuse"):
+        if given is None or isinstance(given, str):
+            return None if given is None else make_reuse(given)
+        settings = dict(given)
+        name = settings.pop("method", None)
+        if not isinstance(name, str):
+            raise ApiError(400, f"reuse.method {name!r} must be a method's name", param="reuse")
+        return make_reuse(name, settings)
 
 
 async def respond(
@@ -288,7 +297,7 @@ async def _after(
         except Exception as error:
             found = api_error(error)
             state.metrics.failed(found.kind)
-            if found.status >= 500:
+            if is_failure(error, found):
                 logger.exception("a stream failed")
             yield answer.frame(answer.failed(found))
 

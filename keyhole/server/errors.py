@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -78,16 +79,39 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
-        return ApiError(504, "the request took longer than the server's timeout", kind="timeout")
+        message = "the request took longer than its timeout, or the server's"
+        return ApiError(504, message, kind="timeout")
     for cls, status, kind, code in _KINDS:
         if isinstance(error, cls):
             return ApiError(status, str(error), kind=kind, code=code)
     return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 
+def is_failure(error: Exception, answer: ApiError) -> bool:
+    """Whether the log has to explain the error of an answer."""
+    return answer.status >= 500 and not isinstance(error, ApiError | TimeoutError)
+
+
+@contextmanager
+def concerning(field: str) -> Iterator[None]:
+    """Adds the field concerned to the errors of the block."""
+    try:
+        yield
+    except KeyholeError as error:
+        found = api_error(error)
+        found.body["error"]["param"] = field
+        raise found from error
+
+
 def draining() -> ApiError:
     """The error for new work while the server stops."""
     return ApiError(503, "the server is stopping", kind="server_error", code="draining")
+
+
+def cut_off() -> ApiError:
+    """The error for an answer that is not complete after the drain timeout."""
+    message = "the server is shutting down, and this answer was not complete in time; try again"
+    return ApiError(503, message, kind="server_error", code="draining")
 
 
 #: What pydantic adds to the path of a field that may have several types, or whose key is wrong.
@@ -100,11 +124,14 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}")
-    parts = [str(part) for part in first["loc"]]
+    parts, given = [str(part) for part in first["loc"]], first.get("input")
     place = ".".join(part for part in parts if not _NOT_A_FIELD.fullmatch(part))
     if not place:
+        if isinstance(given, bytes):  # FastAPI has not parsed it
+            return ApiError(400, "the body must be JSON, with Content-Type: application/json")
         return ApiError(400, "the body must be a JSON object")
-    return ApiError(400, f"{place}: {first['msg']}", param=place)
+    shown = f", not {given!r:.80}" if isinstance(given, str | int | float) else ""
+    return ApiError(400, f"{place}: {first['msg']}{shown}", param=place)
 
 
 def plain(error: HTTPException) -> ApiError:

@@ -24,6 +24,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
+from keyhole.server.errors import cut_off
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State
 from keyhole.server.two_processes import EngineServer, Link, RemoteLLM
@@ -58,6 +59,7 @@ def _server(
         create_app(llm, config),
         log_config=None,
         access_log=False,
+        lifespan="off",  # the application has no such tasks, and an end at once would cancel them
         # Requests have had the drain timeout by then; this lets pending writes finish.
         timeout_graceful_shutdown=1,
     )
@@ -159,8 +161,9 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Extends uvicorn's; open connections get 503 for new requests."""
+        """Extends uvicorn's; open connections get 503 for new requests, and for those that run."""
         self._state.admission.is_draining = True
+        self._state.llm.end(cut_off())
         await asyncio.to_thread(self._state.end_encoding)
         await super().shutdown(sockets)
         if self._state.traces is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from keyhole import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from keyhole.engine.sequence import Piece
 from tests.checkpoints import make_model
 
 TASKS = 200
@@ -130,6 +132,33 @@ def test_a_step_that_fails_is_told_to_all_and_the_next_request_is_served(
         with pytest.raises(RuntimeError, match="device is gone"):
             await served.generate(PROMPTS[0], PARAMS)
         assert (await served.generate(PROMPTS[0], PARAMS)).finish_reason == "length"
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_all_requests_end_with_an_error(llm: LLM) -> None:
+    """Tokens that come after it do not hide it, and requests that begin later end, too."""
+    served, error = AsyncLLM(llm), RequestError("it is over")
+
+    async def reads(stream: AsyncGenerator[Piece, None], got: list[int]) -> None:
+        async for piece in stream:
+            got += piece.token_ids
+            if len(got) == 1:
+                await asyncio.sleep(0.1)  # tokens arrive on both sides of the error
+
+    async def main() -> None:
+        lists: list[list[int]] = [[], []]
+        tasks = [asyncio.ensure_future(reads(served.stream([5, 6, 7], LONG), x)) for x in lists]
+        while not all(lists):
+            await asyncio.sleep(0)
+        served.end(error)
+        for task in tasks:
+            with pytest.raises(RequestError, match="it is over"):
+                await task
+        with pytest.raises(RequestError, match="it is over"):
+            await served.generate([5, 6, 7], PARAMS)
+        await rest(served)
 
     asyncio.run(main())
     at_rest(llm)

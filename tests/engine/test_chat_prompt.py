@@ -61,6 +61,7 @@ def test_every_chat_takes_them(llm: LLM) -> None:
         (USER, "is dict, not a list"),
         ("hello", "is str, not a list"),
         (["hello"], "needs 'role' and 'content'"),
+        ([{"role": ["user"], "content": "hello"}], "a role is a text"),
         ([{"role": "user", "content": None}], "a list of parts of text, as content"),
         ([{"role": "user", "content": [{"type": "image_url", "url": "x"}]}], "type 'image_url'"),
         ([{"role": "user", "content": [7]}], "type 'int'"),

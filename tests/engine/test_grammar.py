@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from keyhole import LLM, ConfigError, RequestError, SamplingParams
 from tests.checkpoints import make_model
@@ -121,6 +122,37 @@ def test_what_a_tokenizer_cannot_write_is_an_error_not_a_wrong_text(tiny: LLM) -
     with pytest.raises(RequestError, match="allows no token of this model after 4"):
         tiny.generate("Alma keeps", params('start: "Oslo" " zebra"'))
     assert not tiny.engine.has_work
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_that_leave_a_grammar_no_token_are_named(llm: LLM, temperature: float) -> None:
+    """The error said that the grammar allowed no token of this model."""
+    given = params('start: "a" ("b" | "c")', bad_words=["b", "c"], temperature=temperature)
+    with pytest.raises(RequestError, match="bad_words forbid every token that the grammar allows"):
+        llm.generate([5, 6, 7], given)
+    # The least likely ones are taken where nothing else is allowed.
+    ids = [llm.tokenizer(text, add_special_tokens=False).input_ids[0] for text in "bc"]
+    unlikely = params(
+        'start: "a" ("b" | "c")', logit_bias=dict.fromkeys(ids, -1e38), temperature=temperature
+    )
+    assert llm.generate([5, 6, 7], unlikely).text in ("ab", "ac")
+    assert not llm.engine.has_work
+
+
+def test_scores_of_a_model_that_leave_a_grammar_no_token_are_named(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    banned = llm.tokenizer("a", add_special_tokens=False).input_ids
+    forward = llm.engine.model.network.lm_head.forward
+
+    def masked(hidden: Tensor) -> Tensor:
+        logits: Tensor = forward(hidden)
+        logits[..., banned] = float("-inf")
+        return logits
+
+    monkeypatch.setattr(llm.engine.model.network.lm_head, "forward", masked)
+    with pytest.raises(RequestError, match="the model's scores rule out every token"):
+        llm.generate([5, 6, 7], params('start: "a"'))
 
 
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"grammar": " "}])

@@ -32,7 +32,9 @@ from keyhole.cache.layout import (
 from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.cli import main
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import model_size
+from keyhole.engine import model_runner
+from keyhole.engine.allocation import make_plan, memory_of, model_size, page_data
+from keyhole.engine.decode_inputs import SequenceState
 from keyhole.engine.engine import Engine
 from keyhole.engine.sampler import sample, top_logprobs
 from keyhole.engine.sequence import Sequence
@@ -221,6 +223,41 @@ def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None
     assert LLM(model, apart, total_memory=3_000_000).engine.offloader is None
     with pytest.raises(CapacityError, match=r"raise total_memory=.*or lower max_tokens"):
         dense.add(prompt(20), SamplingParams(max_tokens=2000))
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "r_kv", "raas", "shadowkv"])
+def test_what_a_policy_keeps_of_sequences_is_part_of_the_total(
+    model: Model, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last queries and the kept tokens of each sequence, which were not counted."""
+    held: list[SequenceState] = []
+
+    class Watched(SequenceState):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            held.append(self)
+
+    monkeypatch.setattr(model_runner, "SequenceState", Watched)
+    requests, total = 3, 6_000_000
+    engine = engine_of(model, policy, requests, total_memory=total)
+    (state,) = held
+    kept = sum(x.nbytes for x in state.tensors.values())
+    assert kept > 0
+    plan = make_plan(
+        memory_of(
+            engine.geometry,
+            engine.policy,
+            model_size(model),
+            page_data(engine.geometry, engine.policy, None),
+            layers=(),
+            requests=requests,
+            prefill_chunk=engine.config.prefill_chunk,
+        ),
+        engine.config,
+    )
+    logits = requests * 64 * (2 * FLOAT + 34)
+    assert plan.model.terms(0, 0)["requests"] == kept + logits
+    assert engine.cache.max_pages == plan.capacities[0]
 
 
 @pytest.mark.one_in(3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
+from keyhole.kernels import cpu
 from tests.effort import examples
 from tests.kernels.paged import DTYPES, assert_close
 from tests.oracle import float64
@@ -94,6 +95,48 @@ def test_a_token_gets_the_score_of_what_it_belongs_to(size: int, kind: torch.dty
                     there = first <= token < end
                     wanted = scores[row, head, number] if there else torch.inf
                     assert found[row, head, token] == wanted
+
+
+@pytest.mark.parametrize("kind", [torch.int16, torch.int32])
+def test_a_number_of_no_entry_reads_no_other_memory(kind: torch.dtype) -> None:
+    """It read the scores of the next head, or what lies before and after all scores."""
+    scores = torch.arange(12.0).reshape(2, 2, 3)
+    numbers = torch.tensor([0, 2, 3, -1, torch.iinfo(kind).max, torch.iinfo(kind).min, 1, 0])
+    pages = numbers.to(kind).reshape(1, 1, 8).repeat(1, 2, 1)
+    table, ends = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([8, 8], dtype=torch.int32)
+    found = kernels.spread_scores(scores, pages, table, 0, ends)
+    there = (numbers >= 0) & (numbers < 3)
+    assert torch.equal(found[:, :, there], scores[:, :, numbers[there]])
+    assert found[:, :, ~there].isposinf().all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"numbers": torch.zeros(1, 2, 8, dtype=torch.int64)},
+        {"numbers": torch.zeros(1, 1, 8, dtype=torch.int32)},
+        {"page_table": torch.zeros(1, 1, dtype=torch.int32)},
+        {"ends": torch.zeros(1, dtype=torch.int32)},
+    ],
+)
+def test_tokens_of_other_sizes_are_not_read(
+    wrong: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.extension is None:
+        pytest.skip("the reference checks shapes by itself")
+    given = {
+        "scores": torch.zeros(2, 2, 3),
+        "numbers": torch.zeros(1, 2, 8, dtype=torch.int32),
+        "page_table": torch.zeros(2, 1, dtype=torch.int32),
+        "first": 0,
+        "ends": torch.zeros(2, dtype=torch.int32),
+    }
+    called: list[object] = []
+    monkeypatch.setattr(cpu.extension, "spread_scores", lambda *x: called.append(x))
+    cpu.spread_scores(**given)  # type: ignore[arg-type]
+    assert called
+    with pytest.raises(AssertionError):
+        cpu.spread_scores(**given | wrong)  # type: ignore[arg-type]
 
 
 def test_a_broken_summary_shows_in_its_own_scores_only() -> None:

@@ -91,6 +91,31 @@ def test_layers_are_found_under_the_name_of_the_family(
     assert {*hidden[0]} == {0, len(blocks) - 1}
 
 
+@pytest.mark.parametrize("policy", ["full", "quest:token_budget=32"])
+@pytest.mark.parametrize("memory", [None, "8MiB"])
+def test_a_layer_with_attention_twice_is_on_one_device(
+    places: Places, tmp_path: Path, policy: str, memory: str | None
+) -> None:
+    """LongCat has half as many decoder layers as caches: IndexError."""
+    random_model(shrink(CONFIG_MAPPING["longcat_flash"]())).save_pretrained(tmp_path)
+    settings = {"page_size": 8, "prefill_chunk": 16}
+    wanted = logits_of(LLM(tmp_path, policy, device="cpu", **settings))
+    given = {"": "cpu:0", "model.layers.1": "cpu:1"}
+    llm = LLM(tmp_path, policy, device_map=given, memory=memory, **settings)
+    assert llm.engine.cache.layer_devices == (HOME, HOME, OTHER, OTHER)
+    found = logits_of(llm)
+    assert places.sent > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
+    """IndexError, as layers without keys and values were counted."""
+    random_model(shrink(CONFIG_MAPPING[family]())).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="recurrent layers keep the state of a sequence on one"):
+        LLM(tmp_path, device_map={"": "cpu:0", "model.layers.1": "cpu:1"})
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("draft", ["ngram", "eagle3"])

@@ -140,7 +140,7 @@ def test_a_file_that_is_no_model_is_refused(path: Path) -> None:
 def test_adapters_are_never_ignored(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keyhole.models.loading.is_peft_available", lambda: False)
+    monkeypatch.setattr("keyhole.models.weights.adapters.is_peft_available", lambda: False)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "base_model_name_or_path": str(path)}

@@ -18,7 +18,7 @@ from keyhole import LLM, ConfigError, ModelError, SamplingParams
 from keyhole.cli import main
 from keyhole.models import loading
 from keyhole.models.loading import load
-from keyhole.models.locate import Origin, locate
+from keyhole.models.locate import ADAPTER, Origin, locate
 from tests.checkpoints import make_model, make_network
 
 _COMMITS = {"main": "0" * 40, "v2": "1" * 40}
@@ -95,6 +95,36 @@ def test_a_subfolder_of_a_folder_is_a_model_of_its_own(cached: dict[str, Path]) 
     assert found.config == cached["main"] / "deep" / "er" / "config.json"
     with pytest.raises(ModelError, match=r"there is no folder .*eq"):
         locate(cached["main"], Origin(subfolder="deep/eq"))
+
+
+def test_the_subfolder_of_an_adapter_is_not_looked_for_in_its_base(
+    cached: dict[str, Path], tmp_path: Path
+) -> None:
+    """The adapter's base was loaded from its own folder of that name, or was not found."""
+    adapter = tmp_path / "trained" / "deep" / "er"
+    adapter.mkdir(parents=True)
+    settings = {"base_model_name_or_path": "some/body"}
+    for revision, commit in ((None, "main"), ("v2", "v2")):
+        (adapter / ADAPTER).write_text(json.dumps(settings | {"revision": revision}))
+        found = locate(tmp_path / "trained", Origin(subfolder="deep/er"))
+        assert (found.adapter, found.config) == (adapter, cached[commit] / "config.json")
+        assert found.options["subfolder"] == ""
+        assert found.options.get("revision") == revision
+
+
+def test_an_adapter_at_the_top_of_a_hub_id_is_not_that_of_a_subfolder(
+    cached: dict[str, Path],
+) -> None:
+    """Transformers loaded the base of that adapter, from its folder of that name."""
+    pytest.importorskip("peft", reason="without it transformers looks for no adapter")
+    settings = {"base_model_name_or_path": "other/body", "peft_type": "LORA"}
+    (cached["main"] / ADAPTER).write_text(json.dumps(settings))
+    wanted = load(cached["main"] / "deep" / "er", "cpu").network.state_dict()
+    found = load("some/body", "cpu", origin=Origin(subfolder="deep/er")).network.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    (cached["main"] / "deep" / "er" / ADAPTER).write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="has a LoRA adapter in subfolder 'deep/er': download it"):
+        load("some/body", "cpu", origin=Origin(subfolder="deep/er"))
 
 
 def test_an_unknown_revision_is_not_another_one(cached: dict[str, Path]) -> None:

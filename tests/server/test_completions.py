@@ -113,6 +113,32 @@ def test_log_probabilities_are_those_of_the_engine(
         assert found == pytest.approx([*best.values()], abs=1e-5)
 
 
+@pytest.mark.parametrize("most", [None, 0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_the_most_likely_tokens_are_listed(
+    client: openai.OpenAI, llm: LLM, most: int | None, stream: bool
+) -> None:
+    """The chosen token was listed as one more where it was not among them."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=8)
+    (best,) = llm.chat(HELLO, params).logprobs or []
+    *likely, chosen = best.items()
+    made = client.chat.completions.create(
+        model="small",
+        messages=HELLO,
+        max_tokens=1,
+        logprobs=True,
+        logit_bias={str(chosen[0]): 100},
+        stream=stream,
+        **({} if most is None else {"top_logprobs": most}),
+        **GREEDY,
+    )
+    pieces: Any = made if stream else [made]
+    (token,) = [one for piece in pieces for one in piece.choices[0].logprobs.content]
+    assert token.logprob == pytest.approx(chosen[1], abs=1e-5)
+    found = [one.logprob for one in token.top_logprobs]
+    assert found == pytest.approx([value for _, value in likely[: most or 0]], abs=1e-5)
+
+
 def test_a_part_of_a_character_has_its_own_bytes(client: openai.OpenAI, llm: LLM) -> None:
     """Tokens of a split "é" had the bytes of the replacement character."""
     parts = llm.tokenizer.convert_tokens_to_ids(["Ã", "©"])  # 0xc3 and 0xa9, as byte-level letters

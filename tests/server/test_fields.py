@@ -56,6 +56,17 @@ def test_a_field_of_sampling_is_the_engines(
     assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
 
 
+def test_seeds_are_all_whole_numbers(address: str) -> None:
+    """A negative one, which OpenAI's API allows, was refused."""
+    asked = {"prompt": "x", "temperature": 1.0, "max_tokens": 12}
+    texts = [
+        [complete(address, **asked, seed=seed)["choices"][0]["text"] for _ in range(2)]
+        for seed in (-1, -2, -(2**63), 2**64 - 1, 10**30)
+    ]
+    assert all(first == again for first, again in texts)
+    assert len({first for first, _ in texts}) == 4  # -1 is the last of 64 bits
+
+
 def test_a_biased_token_is_chosen_and_banned_ones_are_not(address: str, llm: LLM) -> None:
     (letter,) = llm.tokenizer("q", add_special_tokens=False).input_ids
     others = {str(token): -100 for token in range(llm.engine.model.vocab_size) if token != letter}

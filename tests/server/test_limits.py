@@ -103,18 +103,27 @@ def test_a_config_that_cannot_be_is_refused(settings: dict[str, Any], said: str)
         ServerConfig(**settings)
 
 
+def test_health_is_asked_without_a_body(address: str) -> None:
+    """As some load balancers do, which got status 405."""
+    for place in ("health", "ready"):
+        answer = httpx2.head(f"{address}/{place}")
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_other_hosts_are_accepted_with_a_key_or_insecure() -> None:
     assert ServerConfig(host="0.0.0.0", api_key=("k",)).host == "0.0.0.0"
     assert ServerConfig(host="0.0.0.0", insecure=True).insecure
     assert ServerConfig(host="::1").host == "::1"
 
 
-def test_a_request_that_takes_too_long_is_ended(llm: LLM) -> None:
+def test_a_request_that_takes_too_long_is_ended(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The log had a traceback, as for a failure of the server."""
     with serving(llm, timeout=0.05) as address:
         body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
         answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 504
         assert answer.json()["error"]["type"] == "timeout"
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
         end = time.monotonic() + 30
         while llm.engine.has_work:  # until the step that runs is over
             assert time.monotonic() < end

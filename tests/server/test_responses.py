@@ -154,11 +154,17 @@ def test_parts_instructions_and_roles_are_taken(client: openai.OpenAI) -> None:
     [
         ({"input": []}, 400, "input is empty"),
         ({"input": [{"type": "image"}]}, 400, "type 'image' is not supported"),
+        ({"input": [{"content": "a"}]}, 400, "role None of a message"),  # it was called "None"
+        ({"input": [{"role": 5, "content": "a"}]}, 400, "role 5 of a message"),
         ({"truncation": "auto"}, 400, "truncation must be 'disabled'"),
         ({"previous_response_id": "resp_x"}, 404, "'resp_x' is not known"),
         ({"text": {"format": {"type": "xml"}}}, 400, "'xml' must be"),
         ({"model": "other"}, 404, "not served here"),
-        ({"max_output_tokens": 0}, 400, "max_tokens 0"),
+        (
+            {"max_output_tokens": 0},
+            400,
+            "max_output_tokens: Input should be greater than or equal to 1, not 0",
+        ),
         ({"n": 2}, 400, "n: "),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -103,6 +104,59 @@ def test_a_signal_lets_a_document_be_stored(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         client.join(60)
         assert found[0].status_code == 201
+    assert server.returncode == 0
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
+    """They got status 500 and "Internal Server Error", and streams just ended."""
+    body = {"prompt": "x", "max_tokens": 7000, "ignore_eos": True}
+    found: list[httpx2.Response] = []
+    with process("--memory", "64MiB", "--drain-timeout", "0.1") as (server, address, lines):
+        place = f"{address}/v1/completions"
+        whole = threading.Thread(
+            target=lambda: found.append(httpx2.post(place, json=body, timeout=60))
+        )
+        asked = {"input": "x", "max_output_tokens": 7000, "ignore_eos": True, "stream": True}
+        with (
+            httpx2.stream("POST", place, json={**body, "stream": True}, timeout=60) as answer,
+            httpx2.stream("POST", f"{address}/v1/responses", json=asked, timeout=60) as response,
+        ):
+            events, typed = answer.iter_lines(), response.iter_lines()
+            next(events)
+            next(typed)
+            whole.start()
+            while "keyhole_completions_running 3.0" not in httpx2.get(f"{address}/metrics").text:
+                pass
+            server.send_signal(signal.SIGTERM)
+            *_, last = (line for line in events if line)
+            *_, failed = (line for line in typed if line.startswith("data"))
+        whole.join(60)
+    assert server.returncode == 0
+    errors = [json.loads(last.removeprefix("data: ")), found[0].json()]
+    for error in [one["error"] for one in errors]:
+        assert (error["type"], error["code"]) == ("server_error", "draining")
+        assert "the server is shutting down" in error["message"]
+    assert found[0].status_code == 503
+    ended = json.loads(failed.removeprefix("data: "))
+    assert ended["type"] == "response.failed"
+    assert "the server is shutting down" in ended["response"]["error"]["message"]
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(path: str) -> None:
+    """The log ended in a traceback of asyncio."""
+    with process("--model", path, "--memory", "8MiB") as (server, address, lines):
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            server.send_signal(signal.SIGTERM)
+            while httpx2.get(f"{address}/ready").status_code == 200:
+                pass
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
     assert server.returncode == 0
     assert not any("Traceback" in line for line in lines)
 

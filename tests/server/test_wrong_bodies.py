@@ -67,6 +67,82 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
             assert _is_served_or_told(answer), (field, value, answer.text)
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "value", "said"),
+    [
+        ("chat/completions", "max_tokens", 0, "max_tokens 0 must be"),
+        ("chat/completions", "max_completion_tokens", 0, "max_completion_tokens: "),
+        ("responses", "max_output_tokens", -1, "max_output_tokens: "),
+        ("completions", "temperature", -1.5, "temperature -1.5 must be"),
+        ("completions", "stop", "", "stop ('',) must be"),
+        ("completions", "n", 0, "n: Input should be greater than or equal to 1, not 0"),
+        ("completions", "top_p", "wide", "not 'wide'"),
+        ("completions", "keyhole", "qust", "unknown policy 'qust'"),
+        ("chat/completions", "keyhole", {"token_budget": 0}, "not 0"),
+    ],
+)
+def test_an_error_names_the_field_as_it_was_given_and_the_value(
+    address: str, place: str, field: str, value: Any, said: str
+) -> None:
+    """`param` was null, or the field had the name that the engine has for it."""
+    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"].partition(".")[0] == field
+    assert said in error["message"]
+    assert str(value if not isinstance(value, dict) else 0) in error["message"]
+
+
+def test_a_method_of_reuse_that_is_unknown_names_its_field(address: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "documents": ["a"], "reuse": "sam_kx"}
+    error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "reuse"
+    assert "unknown reuse method 'sam_kx'" in error["message"]
+
+
+def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
+    """As `curl -d` sends it; the error said that it was no JSON object."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = httpx2.post(f"{address}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 400
+    assert "with Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value"),
+    [
+        ("completions", "min_tokens", 3),
+        ("completions", "guided_json", {}),
+        ("completions", "top_logprobs", 2),
+        ("chat/completions", "continue_final_message", True),
+        ("chat/completions", "guided_regex", "a+"),
+        ("responses", "conversation", "conv_1"),
+        ("responses", "background", True),
+        ("responses", "top_logprobs", 2),
+    ],
+)
+def test_what_would_change_an_answer_is_not_ignored(
+    address: str, place: str, field: str, value: Any
+) -> None:
+    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert f"{field} is not supported here" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize"])
+def test_a_setting_of_a_template_is_nothing_else(address: str, name: str) -> None:
+    """The error named functions of Python."""
+    body = {
+        "messages": [{"role": "user", "content": "abc"}],
+        "chat_template_kwargs": {name: False},
+    }
+    error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
+    assert error["message"] == f"{name!r} is no setting of a chat template; leave it out of them"
+
+
 @pytest.mark.parametrize("place", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_null_is_as_if_a_field_were_absent(address: str, place: str) -> None:
     """As in OpenAI's API; it was refused."""

@@ -93,9 +93,7 @@ class Verifier:
             sequence.token_times.append(now)
             sequence.tokens.append(token)
             if sequence.grammar is not None and not sequence.grammar.accept(token):
-                sequence.error = RequestError(
-                    f"the grammar allows no token of this model after {len(sequence.tokens) - 1}"
-                )
+                sequence.error = RequestError(_not_allowed(sequence))
                 self.finish(sequence, "error")
                 continue
             self._end_if_done(sequence, token)
@@ -119,6 +117,16 @@ def _keep_logits(rows: Mapping[Sequence, int], logits: Tensor) -> None:
         if sequence.keeps_logits(sequence.num_computed):
             # A copy: the next step may overwrite the buffer.
             sequence.logits.append(logits[row].to("cpu", torch.float32, copy=True))
+
+
+def _not_allowed(sequence: Sequence) -> str:
+    """Why the newest token of a sequence is none that its grammar allows."""
+    assert sequence.grammar is not None
+    place = len(sequence.tokens) - 1
+    if not sequence.grammar.allows_any:
+        return f"the grammar allows no token of this model after {place}"
+    by = "bad_words forbid" if sequence.bad_ids else "the model's scores rule out"
+    return f"{by} every token that the grammar allows after {place}"
 
 
 def _was_right(sequence: Sequence, before: int, draft: Tokens[int]) -> bool:

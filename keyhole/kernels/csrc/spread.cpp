@@ -29,7 +29,11 @@ void spread_pages(const SpreadScores& a, int64_t b, int64_t begin, int64_t end) 
             float* out = a.out + ((b * a.H + h) * a.M + entry) * size;
             const Integer* number = numbers + table[entry] * of_page + h * size;
             std::fill(out, out + low, INFINITY);
-            for (int64_t i = low; i < high; i++) out[i] = scores[number[i]];
+            for (int64_t i = low; i < high; i++) {
+                // Negative numbers become large ones.
+                const auto place = static_cast<uint64_t>(number[i]);
+                out[i] = place < static_cast<uint64_t>(a.n) ? scores[place] : INFINITY;
+            }
             std::fill(out + high, out + size, INFINITY);
         }
     }

@@ -134,12 +134,14 @@ def spread_scores(
 
     scores float32 [B, H, n]; numbers [P, H, page_size], each token's index into `scores`, int16 or
     int32; page_table int32 [B, M]; ends int32 [B]: tokens before `first` and from `ends` on belong
-    to no entry; their numbers are ignored and their scores are infinite.
+    to no entry, whatever their numbers, and neither do tokens whose number is not below n; their
+    scores are infinite.
     """
     _, heads, size = numbers.shape
     rows = numbers.flatten(1).index_select(0, page_table.flatten())
     of_token = rows.view(len(scores), -1, heads, size).transpose(1, 2).flatten(2).long()
     place = torch.arange(of_token.shape[2], device=of_token.device)
     loose = ((place < first) | (place >= ends[:, None]))[:, None]
+    loose = loose | (of_token < 0) | (of_token >= scores.shape[2])
     spread: Tensor = scores.gather(2, of_token.masked_fill(loose, 0))
     return spread.masked_fill(loose, float("inf"))

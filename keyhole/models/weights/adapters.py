@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
+from keyhole.models.locate import ModelFiles, ignored_adapter
 from keyhole.models.modules.sequence_adapters import AdapterMatrices
 
 #: Before the name of every module in an adapter's file.
@@ -33,6 +34,18 @@ class Adapters:
     def number(self, name: str | None) -> int:
         """The number of an adapter, 0 for None; KeyError for an unknown one."""
         return 0 if name is None else 1 + [*self.digests].index(name)
+
+
+def require_applied(found: ModelFiles) -> None:
+    """ModelError for a LoRA adapter that would be ignored, or applied to other weights."""
+    if (found.has_adapter or found.adapter is not None) and not is_peft_available():
+        raise ignored_adapter(found)
+    if found.has_adapter and found.options.get("subfolder"):
+        # Transformers would look in the model of the adapter for a folder of that name.
+        raise ModelError(
+            f"{found.name!r} has a LoRA adapter in subfolder {found.origin.subfolder!r}: download "
+            "it, and give its folder"
+        )
 
 
 def merged(network: Any, adapter: Path, base: str) -> Any:

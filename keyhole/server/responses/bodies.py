@@ -31,7 +31,7 @@ class ResponsesBody(SamplingBody):
     previous_response_id: str | None = None
     store: bool | None = True
     n: int | None = Field(1, ge=1, le=1)
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
@@ -92,7 +92,9 @@ def _add(messages: list[_Message], item: Mapping[str, Any]) -> None:
     """An item as a message; a call joins the assistant's message before it."""
     kind = item.get("type", "message")
     if kind == "message":
-        role = str(item.get("role"))
+        role = item.get("role")
+        if not isinstance(role, str):
+            raise ApiError(400, f"role {role!r} of a message must be a text", param="input")
         messages.append(_message(_ROLES.get(role, role), _content(item.get("content"))))
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
