@@ -177,7 +177,7 @@ PARTS = {
 PARTS[SCRATCH] = ClaimPart(
     flags=[
         *("--model", "recipes/tiny_model/keyhole-scratch", "--terms", "equal"),
-        *("--policies", _HOPS_METHODS.replace("spe_context,", ""), "--budgets", "1/8"),
+        *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
     ],
     places=SCRATCH_PLACES,
     samples=HOPS_SAMPLES,

@@ -226,6 +226,7 @@ class SamplingParams:
     max_tokens: int | None = setting(
         256, "at most this many new tokens; None: as many as model and KV cache have room for"
     )
+    min_tokens: int = setting(0, "no end-of-sequence or stop token before this many new tokens")
     temperature: float | None = setting(
         None, "0 is greedy; default: generation_config, else greedy"
     )
@@ -292,8 +293,14 @@ class SamplingParams:
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())
         require(good, "grammar", self.grammar, "a JSON schema or a Lark grammar")
-        if self.grammar is not None and self.ignore_eos:
-            raise ConfigError("a grammar says where the text ends; leave ignore_eos out")
+        self._require_number("min_tokens", "at least 0", lambda x: x >= 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}"
+            )
+        if self.grammar is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ConfigError(f"a grammar says where the text ends; leave {name} out")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
@@ -303,8 +310,8 @@ class SamplingParams:
     def changes_scores(self) -> bool:
         """Whether scores of tokens depend on which tokens these are, not on the model alone."""
         penalties = self.presence_penalty or self.frequency_penalty
-        changed = self.repetition_penalty != 1.0 or penalties or self.logit_bias or self.bad_words
-        return bool(changed)
+        banned = self.bad_words or self.min_tokens
+        return bool(self.repetition_penalty != 1.0 or penalties or self.logit_bias or banned)
 
     def each(self) -> list[SamplingParams]:
         """The settings of each of `n` completions: seeds in a row, so that they differ."""

@@ -79,6 +79,12 @@ def check_tokens(
         )
 
 
+def end_ids(params: SamplingParams, model: Model) -> list[int]:
+    """The tokens that end a sequence, of those that the model has scores for."""
+    eos = () if params.ignore_eos else model.eos_token_ids
+    return [token for token in {*eos, *params.stop_token_ids} if token < model.vocab_size]
+
+
 def _check_ids(name: str, ids: Iterable[int], count: int) -> None:
     wrong = [token for token in ids if token >= count]
     if wrong:

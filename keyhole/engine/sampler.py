@@ -135,8 +135,9 @@ def _repeated(row: int, sequence: Sequence) -> _Change:
 
 
 def _banned(row: int, sequence: Sequence) -> _Change:
-    """The tokens that would complete a bad word."""
-    tokens, last = sequence.tokens, set()
+    """The tokens that would complete a bad word, or end the sequence too early."""
+    early = sequence.num_generated - len(sequence.given) < sequence.params.min_tokens
+    tokens, last = sequence.tokens, set(sequence.end_ids if early else ())
     for *before, end in sequence.bad_ids:
         if not before or tokens[-len(before) :].tolist() == before:
             last.add(end)

@@ -133,7 +133,8 @@ class Sequence:
     tokens without a page.
     reused: what they cost. filling: what brings them into pages, from its beginning until the
     sequence runs.
-    bad_ids: the token ids of `params.bad_words`. after: waits until the prompt of this one is
+    bad_ids: the token ids of `params.bad_words`. end_ids: those that end it, which the first
+    `params.min_tokens` are not. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
     under: the policy that it runs under, from its first step to its last.
     rope_length: the length whose RoPE frequencies rotate all its keys, fixed when it arrives; 0:
@@ -154,6 +155,7 @@ class Sequence:
     reuse_approximate: bool = False
     context: Context | None = None
     bad_ids: ListOf[ListOf[int]] = ()
+    end_ids: ListOf[int] = ()
     after: Sequence | None = None
     under: RequestPolicy = DENSE
     grammar: GrammarState | None = None

@@ -59,7 +59,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
-    "min_tokens": (0,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -128,6 +127,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=10_000)  # a server's own limit is lower
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -114,6 +114,37 @@ def test_bias_penalties_and_bad_words_are_those_of_a_plain_computation() -> None
     assert torch.equal(logits, before)  # others look at them afterwards
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_ends_before_min_tokens(checkpoint: Path, temperature: float) -> None:
+    llm = LLM(checkpoint, device="cpu")
+    eos = min(llm.engine.model.eos_token_ids)
+    for ends, given in ((eos, {}), (7, {"stop_token_ids": (7,), "ignore_eos": True})):
+        params = SamplingParams(
+            max_tokens=9, temperature=temperature, seed=1, logit_bias={ends: 1e3}, **given
+        )
+        assert len(llm.generate("hello", params).token_ids) == 1
+        for least in (2, 9):
+            found = llm.generate("hello", dataclasses.replace(params, min_tokens=least))
+            assert ends not in found.token_ids[:least]
+            assert len(found.token_ids) == min(least + 1, 9)
+            assert found.finish_reason == ("length" if least == 9 else "stop")
+    # Those of an answer that was begun are not new.
+    begun = llm.generate("hello", dataclasses.replace(params, min_tokens=2)).token_ids
+    sequence = llm.engine.add(
+        llm.tokenizer.encode("hello"), dataclasses.replace(params, min_tokens=2), given=begun[:1]
+    )
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert sequence.num_generated == 4
+    for wrong, why in (
+        ({"min_tokens": -1}, "min_tokens -1 must be at least 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 must be at most max_tokens 4"),
+        ({"min_tokens": 1, "grammar": 'start: "a"'}, "leave min_tokens out"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            SamplingParams(**wrong)
+
+
 def test_bad_words_are_never_generated(checkpoint: Path) -> None:
     llm = LLM(checkpoint, device="cpu")
     free = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)

@@ -44,6 +44,10 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logit_bias": {"100": 100}}, {"logit_bias": {100: 100.0}}),
     ({"bad_words": ["e", "a"]}, {}),
     ({"stop_token_ids": [100], "logit_bias": {"100": 100}}, {"logit_bias": {100: 100.0}}),
+    (
+        {"stop_token_ids": [100], "logit_bias": {"100": 100}, "min_tokens": 3},
+        {"logit_bias": {100: 100.0}},
+    ),
 ]
 
 

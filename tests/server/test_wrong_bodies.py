@@ -112,7 +112,7 @@ def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
 @pytest.mark.parametrize(
     ("place", "field", "value"),
     [
-        ("completions", "min_tokens", 3),
+        ("completions", "use_beam_search", True),
         ("completions", "guided_json", {}),
         ("completions", "top_logprobs", 2),
         ("chat/completions", "continue_final_message", True),
