@@ -280,7 +280,7 @@ class Engine:
             keep_logits=keep_logits,
             reuse_approximate=reuse_approximate,
             context=context,
-            bad_ids=word_ids(self.model.tokenizer, params.bad_words),
+            bad_ids=word_ids(self.model.tokenizer, params.bad_words, self.model.vocab_size),
             after=after,
             under=under,
             grammar=None if params.grammar is None else self.grammars.start(params.grammar),
