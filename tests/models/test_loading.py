@@ -141,6 +141,9 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
         load(checkpoint)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"index\.json is missing: download it"):
+        load(checkpoint)
 
 
 def test_a_pointer_to_weights_of_pytorch_is_named(checkpoint: Path) -> None:
