@@ -456,6 +456,11 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
+        if self.prefix_store_bytes is not None and self.prefix_store is None:
+            raise ConfigError(
+                f"prefix_store_bytes {self.prefix_store_bytes} limits a folder of prefixes, and "
+                "there is none: give prefix_store, or leave it out"
+            )
         if self.host_document_bytes is not None and self.hot_document_bytes is None:
             raise ConfigError(
                 f"host_document_bytes {self.host_document_bytes} are for blocks that leave "

@@ -76,7 +76,7 @@ class Grammars:
         if matcher.is_error():
             reason = _reason(matcher.get_error())
             raise RequestError(f"the grammar or JSON schema is not valid: {reason}")
-        sizes = -(-vocabulary.vocab_size // 32), -(-self._vocab_size // 32)
+        sizes = -(-vocabulary.vocab_size // 32), self._vocab_size
         begin = GrammarState(matcher, offset, sizes, self._executor)
         begin.copy().check()
         return begin
@@ -99,7 +99,8 @@ class Grammars:
 
         if self._tokenizer.backend_tokenizer.decoder is not None:
             eos = self._eos or None
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos), 0
+            size = max(self._vocab_size, len(self._tokenizer))  # it may know more than the model
+            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos), 0
         words = _Words(self._tokenizer, self._vocab_size, self._eos)
         size = len(words.tokens)
         return LLTokenizer(words, n_vocab=size, eos_token=self._eos or None), words.offset  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ class GrammarState:
     """How far one sequence's text is in its grammar.
 
     offset: of the next token's id, 0 after the first token. sizes: int32 numbers of a mask, and how
-    many of them are of the model's vocabulary.
+    many tokens the model has.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ def allowed(states: Sequence[GrammarState]) -> np.ndarray:
     Bit i of number j is token 32 j + i.
     A state that allows no token has no bit set.
     """
-    words, used = states[0].sizes
+    words, tokens = states[0].sizes
     masks = np.zeros((len(states), words), dtype=np.int32)
     rows = [(state.matcher, row) for row, state in enumerate(states)]
     states[0].executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(states))
@@ -170,7 +171,10 @@ def allowed(states: Sequence[GrammarState]) -> np.ndarray:
             masks[row] = 0
         elif state.offset:
             masks[row] = np.roll(masks[row], -(state.offset // 32))
-    return masks[:, :used]
+    masks = masks[:, : -(-tokens // 32)]
+    if tokens % 32:  # the tokenizer may have more
+        masks[:, -1] &= (1 << tokens % 32) - 1
+    return masks
 
 
 class _Words:

@@ -76,12 +76,17 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
 
 
-def word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
-    """Token ids of words at the beginning of a text, and after a space."""
+def word_ids(tokenizer: Any, words: Iterable[str], vocab_size: int) -> list[list[int]]:
+    """Token ids of words at the beginning of a text, and after a space.
+
+    Without those that a model of `vocab_size` tokens cannot write, of which its tokenizer may have
+    more.
+    """
     if tokenizer is None:
         return []
     forms = [form for word in words for form in (word, f" {word.lstrip()}")]
-    return [ids for form in forms if (ids := encode_text(tokenizer, form, special=False))]
+    found = [encode_text(tokenizer, form, special=False) for form in forms]
+    return [ids for ids in found if ids and max(ids) < vocab_size]
 
 
 def _named(given: object) -> str:

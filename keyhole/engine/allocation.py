@@ -190,8 +190,8 @@ def allocate(
         )
         plan = make_plan(memory, config)
         room, page_bytes = plan.cache_memory, memory.page_bytes(0)
-    elif config.memory is None and model.attention_devices is not None:
-        room = page_bytes * _pages_on_all(model.attention_devices, model.device, geometry, data)
+    elif config.memory is None and model.layer_devices is not None:
+        room = page_bytes * _pages_on_all(model.layer_devices, model.device, geometry, data)
     else:
         room = free_memory(model.device) if config.memory is None else config.memory
     max_pages = max(0, room - reserved - hot) // page_bytes
@@ -208,7 +208,7 @@ def allocate(
         device=model.device,
         page_data=data[:-1],
         common=data[-1],
-        layer_devices=model.attention_devices,
+        layer_devices=model.layer_devices,
     )
     if plan is None or config.offload is None:
         return cache, None

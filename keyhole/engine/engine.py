@@ -264,8 +264,7 @@ class Engine:
         params = self._resolve(params, num_tokens, under, stored=stored)
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
-                "draft='eagle3' cannot be used with stored documents, which have no keys and "
-                "values of the draft; leave one of them out"
+                "draft='eagle3' keeps no keys of stored documents; leave one of them out"
             )
         if context is not None:
             self._document_prefill(under).check(context)
@@ -281,7 +280,7 @@ class Engine:
             keep_logits=keep_logits,
             reuse_approximate=reuse_approximate,
             context=context,
-            bad_ids=word_ids(self.model.tokenizer, params.bad_words),
+            bad_ids=word_ids(self.model.tokenizer, params.bad_words, self.model.vocab_size),
             end_ids=end_ids(params, self.model),
             after=after,
             under=under,

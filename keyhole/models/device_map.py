@@ -11,7 +11,7 @@ One device computes at a time for a step; others wait. This makes room, not spee
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
+from keyhole.models import families
 from keyhole.models.attention import PassThrough
 from keyhole.models.model import Model, decoder_layers
 from keyhole.models.modules import sequence_adapters
@@ -97,13 +98,22 @@ def require_alone(device_map: DeviceMap, device: str | torch.device) -> None:
         raise ConfigError(f"device {str(device)!r} goes without device_map, which has the devices")
 
 
+def require_attention(config: Any, device_map: DeviceMap, name: str) -> None:
+    """ConfigError for a map of a model with recurrent layers."""
+    if device_map is not None and families.recurrent_layers(config):
+        raise ConfigError(
+            f"device_map cannot be used with {name!r}, which has recurrent layers: their state is "
+            "on one device; leave it out"
+        )
+
+
 def place_layers(
     network: Any, device_map: DeviceMap, name: str
 ) -> tuple[torch.device, tuple[torch.device, ...] | None]:
     """Moves a network, which is on the CPU, to the devices of a map.
 
-    Returns the first device, that of embedding and head, and those of the layers; None if all are
-    on the first.
+    Returns the first device, that of embedding and head, and those of the layers of attention; None
+    if all are on the first.
 
     ConfigError for a map that names no module or splits what must be together; CapacityError, with
     the bytes that are needed, if the devices have less.
@@ -136,7 +146,8 @@ def place_layers(
     if {*layers} == {first}:
         return first, None
     _send_between(blocks, layers, first)
-    return first, tuple(layers)
+    each = len(families.layouts(network.config)) // len(blocks)  # LongCat has two in a block
+    return first, tuple(place for place in layers for _ in range(each))
 
 
 def settings(
@@ -156,11 +167,6 @@ def settings(
     for name, value in named.items():
         if value is not None:
             raise ConfigError(f"{name} {value!r} cannot be used with device_map; leave one out")
-    if model.is_hybrid:
-        raise ConfigError(
-            f"device_map cannot be used with {model.name!r}: its recurrent layers keep the state "
-            "of a sequence on one device"
-        )
     if any(layer.index_topk is not None for layer in geometry.layers):
         raise ConfigError(
             "device_map cannot be used with a model whose layers select tokens by an indexer"
@@ -327,11 +333,14 @@ class _Send:
 
 
 def on_device(value: Any, place: torch.device) -> Any:
-    """A tensor, a tuple of such, or positions, on a device; anything else unchanged."""
+    """A tensor, a tuple or mapping of such, or positions, on a device; anything else unchanged."""
     if isinstance(value, Tensor):
         return value.to(place)
     if isinstance(value, PassThrough):
         return PassThrough(value.batch, value.positions.to(place))
+    if isinstance(value, MutableMapping):  # keys and values that later layers read, which add to it
+        value.update({name: on_device(one, place) for name, one in value.items()})
+        return value
     if isinstance(value, tuple):
         moved = (on_device(one, place) for one in value)
         return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)

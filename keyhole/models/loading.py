@@ -39,6 +39,7 @@ from keyhole.models.device_map import (
     one_device,
     place_layers,
     require_alone,
+    require_attention,
     require_memory,
 )
 from keyhole.models.fast_layers import speed_up
@@ -137,6 +138,7 @@ def load_files(
     whole = _read_whole_config(found)
     config = text_part(whole)
     families.check(config, shown)
+    require_attention(config, device_map, shown)
     require_known(config, shown)
     _require_defaults(found)
     _require_dtype(config.dtype if number == "auto" else number, shown)

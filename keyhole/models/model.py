@@ -35,8 +35,8 @@ class Model:
     RoPE change; None: they never do. calibration, head, gate, stability: files next to the weights
     for DELTA, SpeContext, SeerAttention-R and SamKV. draft: the folder of an EAGLE-3 draft.
     weights: the format that they were packed in while loading. layer_devices: the device of each
-    decoder layer, if they are on several; `device` is then that of everything else. adapters: LoRA
-    adapters that single requests may choose.
+    layer of attention, if they are on several; `device` is then that of everything else. adapters:
+    LoRA adapters that single requests may choose.
     """
 
     name: str
@@ -78,17 +78,6 @@ class Model:
             stability=self.stability,
             in_model=families.attention_layers(config) if self.is_hybrid else None,
         )
-
-    @property
-    def attention_devices(self) -> tuple[torch.device, ...] | None:
-        """The device of each layer with keys and values; None: all on `device`.
-
-        A decoder layer of LongCat has attention twice.
-        """
-        if self.layer_devices is None:
-            return None
-        each = len(families.layouts(self.network.config)) // len(self.layer_devices)
-        return tuple(place for place in self.layer_devices for _ in range(each))
 
     @property
     def is_hybrid(self) -> bool:

@@ -13,14 +13,11 @@ to the tokens before the first layer and cannot be shifted.
 
 from __future__ import annotations
 
-import functools
-import json
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from keyhole import kernels
 from keyhole.cache.recurrent_state import LayerState
@@ -82,10 +79,10 @@ class RopeShift:
                 f"model {model.name!r} has layers of chunked attention: stored documents cannot be "
                 "shifted there, as their tokens would change chunks"
             )
-        problem = _problem(config.to_json_string(use_diff=False))
+        problem = _problem(config)
         if problem is not None:
             raise ConfigError(
-                f"model {model.name!r} is of the family {config.model_type!r}, whose {problem}: "
+                f"model {model.name!r} is of the family {config.model_type!r}, where {problem}: "
                 "stored documents cannot be shifted there"
             )
         return cls._of(model.network, model.device)
@@ -166,16 +163,25 @@ class _KeyRecorder(LayerState):
         return 0
 
 
-@functools.cache
-def _problem(fields: str) -> str | None:
-    """Why keys of this config's family cannot be shifted by `RopeShift.shift`; None if they can.
+#: What `_problem` has measured, by the fields of a config.
+_MEASURED: dict[str, str | None] = {}
 
-    Measured: the keys of a small random model at positions p, shifted by 5, against those at p + 5.
+
+def _problem(config: Any) -> str | None:
+    """Why keys of this config's family cannot be shifted by `RopeShift.shift`; None if they can."""
+    fields = config.to_json_string(use_diff=False)
+    if fields not in _MEASURED:
+        _MEASURED[fields] = _measured_problem(config)
+    return _MEASURED[fields]
+
+
+def _measured_problem(config: Any) -> str | None:
+    """Shifts the keys of a small random model by 5 and compares them with those at p + 5.
+
     Families differ in which part of a head they rotate, in how its numbers are paired, and in which
     layers they rotate at all.
     """
-    values = json.loads(fields)
-    small = shrink(CONFIG_MAPPING[values["model_type"]].from_dict(values))
+    small = shrink(config)
     small._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]):
         network = random_model(small)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
@@ -300,7 +300,7 @@ def _set(config: Any, name: str, value: Any) -> None:
 def network_of(config: Any, **options: Any) -> Any:
     """A network with new weights, of transformers' class or that of trusted code."""
     trusted = is_remote(config)
-    if trusted:
+    if trusted and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # else its class is there
         options["code_revision"] = _code_revision(config)
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **options)
 

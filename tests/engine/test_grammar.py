@@ -155,6 +155,17 @@ def test_scores_of_a_model_that_leave_a_grammar_no_token_are_named(
         llm.generate([5, 6, 7], params('start: "a"'))
 
 
+def test_a_tokenizer_may_have_more_ids_than_the_model(tmp_path: Path) -> None:
+    """A ValueError of llguidance: each id of the tokenizer was to be one of the model."""
+    llm = LLM(make_model("llama", tmp_path, tokenizer=True, vocab_size=129), memory="8MiB")
+    assert llm.tokenizer("aé", add_special_tokens=False).input_ids == [67, 130, 105]
+    assert json.loads(llm.generate("x", params(SCHEMA, seed=1)).text)["city"] in ("Oslo", "Lima")
+    with pytest.raises(RequestError, match="no token that the grammar or JSON schema can begin"):
+        llm.generate("x", params('start: "é"'))
+    with pytest.raises(RequestError, match="allows no token of this model after 3"):
+        llm.generate("x", params('start: "aé"'))
+
+
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"grammar": " "}])
 def test_settings_that_cannot_be_are_refused(more: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="grammar"):

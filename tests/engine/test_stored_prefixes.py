@@ -170,3 +170,5 @@ def test_settings_that_do_not_go_together_are_refused(llama: Model, tmp_path: Pa
         LLM(llama, prefix_cache=tmp_path, draft="eagle3")
     with pytest.raises(ConfigError, match="prefix_store_bytes"):
         LLM(llama, prefix_cache=tmp_path, prefix_store_bytes="many")
+    with pytest.raises(ConfigError, match="limits a folder of prefixes, and there is none"):
+        LLM(llama, prefix_store_bytes="1GiB")

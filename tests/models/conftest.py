@@ -143,6 +143,7 @@ def _sent(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 def _mark_model(found: Places, model: Model) -> None:
     _, blocks = decoder_layers(model.network)
     devices = model.layer_devices or [HOME] * len(blocks)
+    devices = devices[:: len(devices) // len(blocks)]  # LongCat has two layers in a block
     for tensor in [*model.network.parameters(), *model.network.buffers()]:
         found.mark(tensor, HOME)
     for block, place in zip(blocks, devices, strict=True):

@@ -69,11 +69,14 @@ def test_two_devices_compute_what_one_does(
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("family", ["opt", "mpt", "dbrx", "llama4_text"])
+@pytest.mark.parametrize("family", ["opt", "mpt", "dbrx", "llama4_text", "longcat_flash"])
 def test_layers_are_found_under_the_name_of_the_family(
     places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Where they were neither `layers` nor `h`: AttributeError, and no hidden states for drafts."""
+    """Where they were neither `layers` nor `h`: AttributeError, and no hidden states for drafts.
+
+    LongCat has two layers of attention in each: an IndexError.
+    """
     heads = {"kv_n_heads": 4, "rope_theta": 5e5, "clip_qkv": 2}  # its default config is no model
     given = {"attn_config": heads} if family == "dbrx" else {}
     network = random_model(shrink(CONFIG_MAPPING[family](**given)))
@@ -108,11 +111,23 @@ def test_a_layer_with_attention_twice_is_on_one_device(
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_keys_of_an_earlier_layer_are_sent(places: Places, tmp_path: Path, family: str) -> None:
+    """They stayed on the device of the layer that had made them."""
+    config = CONFIG_MAPPING[family](num_kv_shared_layers=10)
+    random_model(shrink(config)).save_pretrained(tmp_path)
+    last = f"model.layers.{shrink(config).num_hidden_layers - 1}"
+    wanted = logits_of(LLM(tmp_path, device="cpu", page_size=8))
+    found = logits_of(LLM(tmp_path, device_map={"": "cpu:0", last: "cpu:1"}, page_size=8))
+    assert places.sent > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
 def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
-    """IndexError, as layers without keys and values were counted."""
+    """Their state stayed on the first device, and keys were taken for those of other layers."""
     random_model(shrink(CONFIG_MAPPING[family]())).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="recurrent layers keep the state of a sequence on one"):
+    with pytest.raises(ConfigError, match=r"device_map cannot be used with .* recurrent layers"):
         LLM(tmp_path, device_map={"": "cpu:0", "model.layers.1": "cpu:1"})
 
 

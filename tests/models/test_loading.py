@@ -99,6 +99,9 @@ def test_a_tokenizer_may_have_more_ids_than_the_model(
     assert len(llm.generate("AB", padding).token_ids) <= 1
     with pytest.raises(RequestError, match="stop_token_ids: token id 259 is not one"):
         llm.generate("AB", SamplingParams(stop_token_ids=(258, 259)))
+    # Also never generated; an IndexError in the step of all requests.
+    unknown = SamplingParams(max_tokens=4, bad_words=("é", "A"), ignore_eos=True)
+    assert "A" not in llm.generate("AB", unknown).text
 
 
 def test_several_end_tokens_all_end(tmp_path: Path) -> None:
@@ -137,6 +140,9 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
         load(checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
+        load(checkpoint)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"index\.json is missing: download it"):
         load(checkpoint)
 
 

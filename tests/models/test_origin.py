@@ -261,6 +261,27 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("modules")
+def test_a_model_with_code_is_loaded_again(tmp_path: Path) -> None:
+    """A TypeError in the gate: transformers knew the class then, and passed on its revision."""
+    place = _with_code(tmp_path / "doubling", _MODEL_CODE)
+    first, again = (LLM(place, trust_remote_code=True, device="cpu") for _ in range(2))
+    adopted = LLM(AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True))
+    assert _tokens(first) == _tokens(again) == _tokens(adopted)
+
+
+@pytest.mark.usefixtures("modules")
+def test_documents_of_a_model_with_code_are_placed(tmp_path: Path) -> None:
+    """A KeyError: whether keys can be shifted was measured for families of transformers only."""
+    place = _with_code(tmp_path / "doubling", _MODEL_CODE)
+    settings = {"device": "cpu", "dtype": "float32", "documents": tmp_path / "store"}
+    llm = LLM(place, trust_remote_code=True, **settings)
+    llm.documents.add("a", {"prompt_token_ids": list(range(3, 40))})
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    asked = llm.ask({"prompt_token_ids": [5, 9]}, documents=["a"], reuse="reuse", params=params)
+    assert asked.token_ids == llm.generate([*range(3, 40), 5, 9], params).token_ids
+
+
+@pytest.mark.usefixtures("modules")
 def test_code_that_is_not_exact_is_refused(tmp_path: Path) -> None:
     place = _with_code(tmp_path / "summing", _INEXACT_CODE)
     with pytest.raises(ModelError, match="logits differ"):

@@ -337,6 +337,14 @@ def test_keys_that_cannot_be_turned_are_refused(family: str, reason: str) -> Non
         RopeShift.of(model)
 
 
+def test_a_config_with_an_infinite_number_is_measured() -> None:
+    """It was written as JSON and read again, which Bamba's time steps without a limit are not."""
+    config = CONFIG_MAPPING["bamba"](attn_layer_indices=[1, 3], num_hidden_layers=4)
+    assert config.time_step_limit[1] == float("inf")
+    model = adopt(random_model(shrink(config)), device="cpu")
+    assert len(RopeShift.of(model).frequencies) == 2
+
+
 def test_turns_that_are_kept_are_those_that_are_computed(llama: RopeShift) -> None:
     """Back, forth, further and far beyond what is kept, for all vectors in the same places too."""
 

@@ -13,9 +13,12 @@ from transformers.utils.import_utils import is_peft_available
 
 from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
-from keyhole.models.locate import ModelFiles, ignored_adapter
+from keyhole.models.locate import ADAPTER, ModelFiles, ignored_adapter
 from keyhole.models.modules.sequence_adapters import AdapterMatrices
+from keyhole.models.weights.safetensors_files import damage
 
+#: The files that may hold an adapter's weights.
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 #: Before the name of every module in an adapter's file.
 _ROOT = "base_model.model."
 
@@ -251,11 +254,7 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     except ModelError:
         raise
     except Exception as error:  # peft, safetensors, the file system
-        raise ModelError(
-            f"the adapter {str(adapter)!r} does not fit the model {base!r}: "
-            f"{one_line(error)}; name its own base as base_model_name_or_path in "
-            "its adapter_config.json"
-        ) from error
+        raise ModelError(f"the adapter {str(adapter)!r} {_why(adapter, base, error)}") from error
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)
     if wrong:
@@ -265,3 +264,18 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
             f"{'it lacks' if absent else 'the model has no'} {wrong[0]}, and {len(wrong) - 1} more"
         )
     return adapted
+
+
+def _why(adapter: Path, base: str, error: Exception) -> str:
+    """What is wrong with an adapter that cannot be loaded, and what helps."""
+    if not (adapter / ADAPTER).is_file():
+        return f"is missing: there is no {ADAPTER} in that folder"
+    if not any(map(any, map(adapter.glob, _WEIGHTS))):
+        return f"cannot be loaded: {_WEIGHTS[0]} is missing: download it"
+    broken = damage(adapter)
+    if broken is not None:
+        return f"cannot be loaded: {broken}"
+    return (
+        f"does not fit the model {base!r}: {one_line(error)}; name its own base as "
+        f"base_model_name_or_path in its {ADAPTER}"
+    )

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from keyhole.errors import first_line
 
 _INDEX = "model.safetensors.index.json"
+_WHOLE, _PARTS = "model.safetensors", "model-*-of-*.safetensors"
 _PYTORCH = "pytorch_model*.bin"
 #: The first bytes of a pointer file: what a clone without Git LFS has in place of the weights.
 _POINTER = b"version https://git-lfs"
@@ -32,6 +33,8 @@ def damage(folder: Path) -> str | None:
             files = [folder / name for name in sorted(set(listed.values()))]
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"{_INDEX} is damaged: download it again"
+    elif any(folder.glob(_PARTS)) and not (folder / _WHOLE).is_file():
+        return f"{_INDEX} is missing: download it"
     found = map(_of_file, files) if files else map(_of_pytorch, sorted(folder.glob(_PYTORCH)))
     return next((line for line in found if line is not None), None)
 

@@ -181,9 +181,28 @@ def test_an_adapter_alone_that_lacks_weights_is_refused(folders: dict[str, Path]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"or is damaged: it lacks base_model.*lora_A.*and 0 more"):
         load(folders["adapter"], "cpu")
-    file.write_bytes(b"no adapter")
-    with pytest.raises(ModelError, match="does not fit the model"):
-        load(folders["adapter"], "cpu")
+
+
+@pytest.mark.parametrize("way", ["merged", "chosen by requests"])
+def test_an_adapter_that_cannot_be_read_names_its_file(folders: dict[str, Path], way: str) -> None:
+    """They all were told to name another base."""
+
+    def said(adapter: Path) -> str:
+        place = adapter if way == "merged" else folders["base"]
+        chosen = None if way == "merged" else {"a": adapter}
+        with pytest.raises(ModelError) as caught:
+            load(place, "cpu", adapters=chosen)
+        return str(caught.value)
+
+    adapter = folders["adapter"]
+    (adapter / WEIGHTS).write_bytes(b"no adapter")
+    assert f"{str(adapter)!r} cannot be loaded: {WEIGHTS} is damaged (" in said(adapter)
+    (adapter / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert f"{WEIGHTS} is a pointer of Git LFS" in said(adapter)
+    (adapter / WEIGHTS).unlink()
+    assert said(adapter).endswith(f"cannot be loaded: {WEIGHTS} is missing: download it")
+    if way == "chosen by requests":
+        assert "is missing: there is no adapter_config.json in that folder" in said(adapter / "x")
 
 
 def test_an_adapter_that_is_no_lora_is_refused(folders: dict[str, Path]) -> None:
