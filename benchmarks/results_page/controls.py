@@ -89,7 +89,7 @@ _SCRATCH_TERMS = {
         "Equal terms on `keyhole-scratch`",
         "The terms are those of the table at equal terms above, for a model that learned where it "
         "looks things up from random weights, at the four places where it can tell methods apart. "
-        "It has no retrieval head, so `spe_context` is not here.",
+        "The retrieval head of `spe_context` is pruned from its draft.",
     ),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
