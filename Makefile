@@ -52,8 +52,8 @@ test: $(READY) ## lint and all tests except the slow ones: five minutes on two c
 quick-tests: $(READY) ## the tests of `make test`, without lint
 	@$(PYTEST) -m "not slow"
 
-test-all: $(READY) ## the slow tests: with `make test` before it, everything
-	@KEYHOLE_THOROUGH=1 $(PYTEST) -m slow
+test-all: $(READY) ## the slow tests, and properties with all their examples: with `make test` before it, everything
+	@KEYHOLE_THOROUGH=1 $(PYTEST) -m "slow or hypothesis"
 
 # benchmarks/LOG.md has the scores. `make coverage` records which test reaches which line; `make mutation` reads this.
 MEASURE := PYTHONPATH=.venv-measure .venv/bin/python -m

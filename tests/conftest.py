@@ -15,8 +15,11 @@ except ImportError:  # the tests in gpu/ run where nothing can be installed, and
     settings = None
 
 if settings is not None:
-    settings.register_profile("here", deadline=None)
-    settings.register_profile("in-ci", deadline=None, derandomize=True)
+    from tests.effort import MOST_EXAMPLES
+
+    common = {"deadline": None, "max_examples": MOST_EXAMPLES}
+    settings.register_profile("here", **common)
+    settings.register_profile("in-ci", **common, derandomize=True)
     settings.load_profile("in-ci" if os.environ.get("CI") else "here")
 
 

@@ -1,7 +1,4 @@
-"""How many examples a property is tried with: a fifth in `make test`, all in `make coverage`.
-
-`make test-all`, which runs the slow tests only, tries all examples of these.
-"""
+"""How many examples a property is tried with: some in `make test`, all in `make test-all`."""
 
 from __future__ import annotations
 
@@ -9,8 +6,10 @@ import os
 
 from hypothesis import settings
 
-#: Set by both.
+#: Set by `make test-all` and `make coverage`.
 THOROUGH = "KEYHOLE_THOROUGH" in os.environ
+#: Of a property that does not say how many.
+MOST_EXAMPLES = 100 if THOROUGH else 40
 
 
 def examples(count: int) -> settings:

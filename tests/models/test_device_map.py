@@ -94,8 +94,7 @@ def test_layers_are_found_under_the_name_of_the_family(
     assert {*hidden[0]} == {0, len(blocks) - 1}
 
 
-@pytest.mark.parametrize("policy", ["full", "quest:token_budget=32"])
-@pytest.mark.parametrize("memory", [None, "8MiB"])
+@pytest.mark.parametrize(("policy", "memory"), [("full", None), ("quest:token_budget=32", "8MiB")])
 def test_a_layer_with_attention_twice_is_on_one_device(
     places: Places, tmp_path: Path, policy: str, memory: str | None
 ) -> None:
@@ -111,7 +110,9 @@ def test_a_layer_with_attention_twice_is_on_one_device(
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma3n_text", marks=pytest.mark.slow), "gemma4_text"]
+)
 def test_keys_of_an_earlier_layer_are_sent(places: Places, tmp_path: Path, family: str) -> None:
     """They stayed on the device of the layer that had made them."""
     config = CONFIG_MAPPING[family](num_kv_shared_layers=10)
