@@ -149,11 +149,11 @@ def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
 def test_a_second_signal_ends_at_once(path: str) -> None:
     """The log ended in a traceback of asyncio."""
     with process("--model", path, "--memory", "8MiB") as (server, address, lines):
-        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_lines())
             server.send_signal(signal.SIGTERM)
-            while httpx2.get(f"{address}/ready").status_code == 200:
+            while answers(address, "ready"):
                 pass
             server.send_signal(signal.SIGTERM)
             server.wait(60)
@@ -173,9 +173,9 @@ def test_a_port_that_is_taken_is_an_error(path: str, capsys: pytest.CaptureFixtu
     assert server.returncode == 0
 
 
-def answers(address: str) -> bool:
+def answers(address: str, path: str = "health") -> bool:
     try:
-        return httpx2.get(f"{address}/health").status_code == 200
+        return httpx2.get(f"{address}/{path}").status_code == 200
     except httpx2.TransportError:
         return False
 
