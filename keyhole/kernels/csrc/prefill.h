@@ -56,7 +56,7 @@ class CausalAttention {
         : a_(a), heads_(a.blocks ? a.Hq : a.Hkv), G_(a.Hq / heads_) {
         query_stride_ = rounded_up(a.D, Product<T>::step);
         out_stride_ = rounded_up(a.Dv, Vector::width);
-        int64_t most = PromptTiles<T>::rows;
+        int64_t most = PromptTiles<T>::rows;  // fewer where threads would have too few tasks
         while (most > kRows && a.T * G_ / most * heads_ < 4 * omp_get_max_threads()) most /= 2;
         block_ = G_ < most ? most / G_ : 1;
         rows_ = rounded_up(block_ * G_, PromptTiles<T>::unit);

@@ -302,6 +302,7 @@ ENDS: list[dict[str, Any]] = [
     {"stop_token_ids": "third"},
     {"eos": "third"},
     {"bad_words": "fourth"},
+    {"stop_token_ids": "third", "min_tokens": 12},
 ]
 
 
@@ -325,7 +326,7 @@ def test_a_request_ends_where_it_ends_without_a_draft(
         given = {"stop": tokenizer.decode(found[place : place + 2])}
         assert given["stop"].strip()
     elif "stop_token_ids" in end:
-        given = {"stop_token_ids": (found[named[end["stop_token_ids"]]],)}
+        given |= {"stop_token_ids": (found[named[end["stop_token_ids"]]],)}
     elif "eos" in end:
         given = {"ignore_eos": False}
         for llm in llms:

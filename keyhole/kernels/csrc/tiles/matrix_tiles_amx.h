@@ -1,4 +1,4 @@
-// Attention to 64 tokens by the matrix unit, for keys and values of bfloat16. Keys are multiplied
+// Decode attention to 64 tokens by the matrix unit, for keys and values of bfloat16. Keys are multiplied
 // where they lie, values are rearranged once for all rows, and eight rows are taken at a time: their
 // weights are two rows of an operand each, rounded to bfloat16 and what that leaves, so that they keep
 // sixteen bits.
@@ -8,22 +8,6 @@ constexpr int64_t kMostColumns = 1024;  // of keys and of values: tiles of them 
 constexpr int64_t kMostRows = 64;       // whose weights lie there, too
 
 using MatrixTile = Tile<bfloat16, kMatrixTokens>;
-
-static inline void matrix_tile(const bfloat16* query, int64_t query_stride, const MatrixTile& tile,
-                               int64_t D, int64_t Dv, const Scoring& how, const Rows& rows,
-                               float* raw, int64_t raw_stride, const int64_t* after,
-                               const int64_t* until, const MatrixTile* ahead, const Scales*);
-
-// How decode attention uses it.
-struct MatrixForm : QueryForm<bfloat16> {
-    using Unit = MatrixUnit;
-    static constexpr int tokens = kMatrixTokens;
-    static constexpr bool reads_scales = true;  // decode attention has none
-    template <class... Arguments>
-    static void attend(const Arguments&... all) {
-        matrix_tile(all...);
-    }
-};
 
 // Numbers d .. d + 31 of a row of D; zeros behind it.
 [[gnu::always_inline]] static inline __m512i span(const bfloat16* p, int64_t d, int64_t D) {
@@ -167,12 +151,11 @@ static inline void matrix_mix(const MatrixWeights* weights, int64_t rows, const 
     }
 }
 
-// As `attend_tile`.
+// As `attend_tile`, for tokens that every row sees and keys and values without scales.
 static inline void matrix_tile(const bfloat16* query, int64_t query_stride, const MatrixTile& tile,
                                int64_t D, int64_t Dv, const Scoring& how, const Rows& rows,
-                               float* raw, int64_t raw_stride, const int64_t* after,
-                               const int64_t* until, const MatrixTile* ahead,
-                               const Scales* scales) {
+                               float* raw, int64_t raw_stride, const int64_t*, const int64_t*,
+                               const MatrixTile* ahead, const Scales*) {
     alignas(64) float scores[kMatrixRows * kMatrixTokens];
     for (int64_t first = 0; first < rows.count; first += kMostRows) {
         const int64_t end = lesser(rows.count, first + kMostRows);
@@ -185,13 +168,10 @@ static inline void matrix_tile(const bfloat16* query, int64_t query_stride, cons
                               lesser(kMatrixRows, end - row), tile, D, scores,
                               row == first ? soon : nullptr);
             float* const own = scores + at * kMatrixTokens;
-            if (scales) scale_rows<1, kMatrixTokens>(own, scales->key);
-            finish_scores<bfloat16, 1>(own, tile, how, after ? after + row : nullptr,
-                                       until ? until + row : nullptr);
+            finish_scores<bfloat16, 1>(own, tile, how, nullptr, nullptr);
             if (raw) memcpy(raw + row * raw_stride, own, tile.count * sizeof(float));
             if (!rows.out) continue;
             weigh<kMatrixTokens>(own, rows, row);
-            if (scales) scale_rows<1, kMatrixTokens>(own, scales->value);
             weights[(row - first) / kMatrixRows].keep(at, own);
         }
         if (rows.out)
@@ -199,3 +179,14 @@ static inline void matrix_tile(const bfloat16* query, int64_t query_stride, cons
                        soon);
     }
 }
+
+// How decode attention uses it.
+struct MatrixForm : QueryForm<bfloat16> {
+    using Unit = MatrixUnit;
+    static constexpr int tokens = kMatrixTokens;
+    static constexpr bool reads_scales = true;  // decode attention has none
+    template <class... Arguments>
+    static void attend(const Arguments&... all) {
+        matrix_tile(all...);
+    }
+};
