@@ -57,8 +57,11 @@ HOPS_PLACES = {
     ("tiny_walk2", "prompt"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (1024, 2048, 4096),
 }
-#: Places where `keyhole-scratch` can tell methods apart.
-SCRATCH_PLACES = {("tiny_walk2", "prompt"): (2048, 4096), ("tiny_derive", "prompt"): (2048, 4096)}
+#: Places of `keyhole-scratch`. Those with settings of their own take hours at 4,096 words.
+SCRATCH_PLACES = dict.fromkeys(
+    (("tiny_walk2", "prompt"), ("tiny_derive", "prompt")), (1024, 2048, 4096)
+)
+SCRATCH_FEW_PLACES = {("tiny_derive", "prompt"): (2048,), ("tiny_walk2", "prompt"): (1024,)}
 HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (1024,))
 #: Those that can have equal terms, and those of them that can be as published.
 _HOPS_METHODS = (
@@ -136,32 +139,38 @@ PARTS = {
         ],
         places=FEW_PLACES,
     ),
-} | {
+}
+#: Flags at all terms of the models whose tasks need several look-ups.
+_HOPS_TERMS = {
+    "equal": ["--terms", "equal", "--policies", _HOPS_METHODS, "--budgets", "1/8,1/4,1/16"],
+    "published": ["--terms", "published", "--policies", _HOPS_PUBLISHED, "--budgets", "1/8"],
+    "tuned": [
+        *("--terms", "tuned", "--trials", "6", "--tuning-limit", "12"),
+        *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
+    ],
+}
+PARTS |= {
+    prefix + name: ClaimPart(
+        flags=["--model", model, *flags],
+        places=places if name == "equal" else few_places,
+        samples=HOPS_SAMPLES,
+    )
+    for prefix, model, places, few_places in (
+        (HOPS, "tiny-hops", HOPS_PLACES, HOPS_FEW_PLACES),
+        (
+            SCRATCH,
+            "recipes/tiny_model/keyhole-scratch",
+            SCRATCH_PLACES,
+            SCRATCH_FEW_PLACES,
+        ),
+    )
+    for name, flags in _HOPS_TERMS.items()
+}
+PARTS |= {
     HOPS + name: ClaimPart(
         flags=["--model", "tiny-hops", *flags], places=places, samples=HOPS_SAMPLES
     )
     for name, places, flags in (
-        (
-            "equal",
-            HOPS_PLACES,
-            ["--terms", "equal", "--policies", _HOPS_METHODS, "--budgets", "1/8,1/4,1/16"],
-        ),
-        (
-            "published",
-            HOPS_FEW_PLACES,
-            [
-                *("--terms", "published", "--policies", _HOPS_PUBLISHED),
-                *("--budgets", "1/8"),
-            ],
-        ),
-        (
-            "tuned",
-            HOPS_FEW_PLACES,
-            [
-                *("--terms", "tuned", "--trials", "6", "--tuning-limit", "12"),
-                *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
-            ],
-        ),
         ("recency", HOPS_FEW_PLACES, ["--policies", _delta()]),
         (
             "lists",
@@ -174,14 +183,6 @@ PARTS = {
         ("placements", _PLACEMENTS_AT, ["--policies", _placements()]),
     )
 }
-PARTS[SCRATCH] = ClaimPart(
-    flags=[
-        *("--model", "recipes/tiny_model/keyhole-scratch", "--terms", "equal"),
-        *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
-    ],
-    places=SCRATCH_PLACES,
-    samples=HOPS_SAMPLES,
-)
 
 
 def main() -> None:

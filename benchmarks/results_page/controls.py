@@ -20,8 +20,8 @@ from keyhole.eval.report.plot_style import NOTHING
 
 #: Before the name of a part that is measured on `tiny-hops`.
 HOPS = "hops-"
-#: The part that is measured on `keyhole-scratch`, which is not in the wheel.
-SCRATCH = "scratch-equal"
+#: The same for `keyhole-scratch`, which is not in the wheel.
+SCRATCH = "scratch-"
 #: The file of each part, in the folder of the results.
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
@@ -37,8 +37,9 @@ FILES = (
             *("placements", "calibration", "attention"),
         )
     }
+    | {SCRATCH + name: f"{SCRATCH}{name}.jsonl" for name in ("equal", "tuned", "published")}
     # Its other form is a method of the comparison at equal terms, with the same controls.
-    | {HOPS + "lists": f"{HOPS}equal.jsonl", SCRATCH: f"{SCRATCH}.jsonl"}
+    | {HOPS + "lists": f"{HOPS}equal.jsonl"}
 )
 #: Title and explanation of each comparison, in the order of the page.
 TERMS = {
@@ -85,12 +86,15 @@ _HOPS_TERMS = {
     HOPS + "published": TERMS["published"],
 }
 _SCRATCH_TERMS = {
-    SCRATCH: (
+    SCRATCH + "equal": (
         "Equal terms on `keyhole-scratch`",
         "The terms are those of the table at equal terms above, for a model that learned where it "
-        "looks things up from random weights, at the four places where it can tell methods apart. "
-        "The retrieval head of `spe_context` is pruned from its draft.",
+        "looks things up from random weights. At the four places of 2,048 and 4,096 words an "
+        "eighth of the text can tell methods apart. The retrieval head of `spe_context` is pruned "
+        "from its draft.",
     ),
+    SCRATCH + "tuned": ("Tuned on `keyhole-scratch`", _HOPS_TERMS[HOPS + "tuned"][1]),
+    SCRATCH + "published": ("As published on `keyhole-scratch`", TERMS["published"][1]),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
 OUTSIDE, EXTRA = "outside_budget", "extra"
@@ -334,7 +338,7 @@ def _cell(text: str) -> str:
 
 def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
     """The settings of every method, collapsed; what they have in common is stated above."""
-    if terms in ("equal", HOPS + "equal", SCRATCH):
+    if terms.endswith("equal"):
         return []
     texts: dict[str, str] = {}
     for line in lines:
