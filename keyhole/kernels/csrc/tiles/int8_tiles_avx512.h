@@ -2,9 +2,9 @@
 // four products of bytes to a lane of 32 bits. Queries and weights become two digits of a byte each:
 // a number of a query is rounded to 2^-16 of its row's largest one, a weight to 2^-17 of its tile's
 // largest one, which is far below what the results lose when they are rounded to 16 bits. That takes
-// 16 products for a token and four heads of 64 numbers, where floats take 32 and bfloat16 24, and
-// these products are what limits attention (benchmarks/LOG.md). Tiles have 64 tokens, so that
-// rearranging and rounding are rare beside the products.
+// 16 products for a token and four heads of 64 numbers, where floats take 32 and bfloat16 24. Tiles
+// have 128 tokens, so that what is done once for each is rare beside the products, and keys and
+// values of the next tile are asked for early enough (benchmarks/LOG.md).
 
 constexpr int kDigits = 2;
 constexpr int64_t kColumns = 64;  // numbers of a row that are rearranged together
@@ -16,7 +16,7 @@ struct Int8Digits {
         float step;               // of the whole numbers; NaN if a number is not finite
     };
     using Number = int8_t;
-    static constexpr int tokens = 64;
+    static constexpr int tokens = 128;
     static constexpr bool reads_scales = true;
     struct Unit {};
     static int64_t size(int64_t D) { return kDigits * rounded_up(D, kColumns) + kColumns; }
@@ -127,7 +127,7 @@ template <class T>
     }
 }
 
-// Scores [H][64] of a tile.
+// Scores [H][128] of a tile.
 template <int H>
 static inline void int8_scores(const int8_t* query, int64_t stride, const Int8Tile& tile, int64_t D,
                                float* scores, const Int8Tile* ahead) {
@@ -139,7 +139,7 @@ static inline void int8_scores(const int8_t* query, int64_t stride, const Int8Ti
         for (int h = 0; h < H; h++)
             for (int j = 0; j < kDigits; j++) sum[h][j] = _mm512_set1_epi32(tail[h].offset[j]);
         for (int64_t d = 0; d < D; d += kColumns) {
-            for (int t = 0; t < kTile; t += 4) soon.template ask_rows<4>(t, d);
+            soon.ask_tile(d);
             __m512i columns[16];  // four dimensions each of 16 keys
             transposed(tile.key + from, d, D, columns);
             const int8_t* digits = query + kDigits * d;
@@ -195,29 +195,43 @@ static inline float weight_digits(const float* weights, const Vector* scales,
         high = max(high, w[i]);
         sum = sum + w[i];
     }
-    const float top = largest(high), all = total(sum);
+    const float top = largest(high);
+    const bool finite = !_mm512_cmp_ps_mask((sum - sum).v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     const Vector up = broadcast(top > least ? most / top : 0.0f);
-    for (int i = 0; i < N; i++) {
-        const __m512i x = _mm512_cvtps_epi32((w[i] * up).v);
-        auto* const to = reinterpret_cast<__m128i*>(digits[0]) + i;
-        _mm_store_si128(to, _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
-        _mm_store_si128(to + N, _mm512_cvtepi32_epi8(x));
+    const __m512i byte = _mm512_set1_epi16(255);
+    for (int i = 0; i < N; i += 4) {
+        __m512i x[4];
+        for (int j = 0; j < 4; j++) x[j] = _mm512_cvtps_epi32((w[i + j] * up).v);
+        const __m512i a = _mm512_packus_epi32(x[0], x[1]), b = _mm512_packus_epi32(x[2], x[3]);
+        _mm512_store_si512(digits[0] + 16 * i, _mm512_packus_epi16(_mm512_srli_epi16(a, 8),
+                                                                  _mm512_srli_epi16(b, 8)));
+        _mm512_store_si512(digits[1] + 16 * i, _mm512_packus_epi16(_mm512_and_si512(a, byte),
+                                                                  _mm512_and_si512(b, byte)));
     }
-    return all - all == 0.0f ? top / most : NAN;
+    return finite ? top / most : NAN;
 }
+// Where the digits of the weights of tokens 4 q .. 4 q + 3 are.
+static inline int place_of(int q) { return q / 16 * 64 + q % 4 * 16 + q % 16 / 4 * 4; }
 
-// Adds 64 columns of the values of a tile, `interleaved`, to R rows of `out`.
+// Adds columns d .. d + 63 of the values of a tile, `interleaved`, to R rows of `out`. The products
+// leave the memory idle, so this is where the values of the next tile are asked for: this call asks
+// for every `parts`-th block of 16 tokens, from block `part` on.
 template <int R>
 static inline void add_columns(const uint8_t (*digits)[kDigits][Int8Tile::size], const float* step,
                                const int8_t (*values)[4][kColumns], int groups, float* out,
-                               int64_t stride, int64_t columns) {
+                               int64_t stride, int64_t d, int64_t Dv, const Int8Tile* ahead,
+                               int part, int parts) {
     __m512i sum[R][kDigits][4] = {};
     for (int q = 0; q < groups; q++) {
+        if (q % (4 * parts) == 4 * part)
+            Ahead<int8>(ahead ? ahead->value + 4 * q : nullptr, Dv + Scaled<int8>::bytes)
+                .ask_tile(d);
+        const int place = place_of(q);
         __m512i v[4];
         for (int c = 0; c < 4; c++) v[c] = _mm512_load_si512(values[q][c]);
         for (int r = 0; r < R; r++)
             for (int j = 0; j < kDigits; j++) {
-                const __m512i w = four(digits[r][j] + 4 * q);
+                const __m512i w = four(digits[r][j] + place);
                 for (int c = 0; c < 4; c++)
                     sum[r][j][c] = _mm512_dpbusd_epi32(sum[r][j][c], w, v[c]);
             }
@@ -226,14 +240,14 @@ static inline void add_columns(const uint8_t (*digits)[kDigits][Int8Tile::size],
         Vector x[4];
         for (int c = 0; c < 4; c++) x[c] = whole(sum[r][0][c], sum[r][1][c]);
         in_order(x);
-        for (int c = 0; c < 4 && 16 * c < columns; c++) {
-            float* to = out + r * stride + 16 * c;
+        for (int c = 0; c < 4 && d + 16 * c < Dv; c++) {
+            float* to = out + r * stride + d + 16 * c;
             store(to, fma(x[c], broadcast(step[r]), load(to)));
         }
     }
 }
 
-// Adds the values of a tile, by the weights [H][64], to H rows of `out`.
+// Adds the values of a tile, by the weights [H][128], to H rows of `out`.
 template <int H>
 static inline void int8_mix(const float* weights, const Int8Tile& tile, int64_t Dv, float* out,
                             int64_t stride, const Int8Tile* ahead) {
@@ -243,13 +257,7 @@ static inline void int8_mix(const float* weights, const Int8Tile& tile, int64_t 
     float step[H];
     const int groups = (tile.count + 3) / 4;
     for (int64_t d = 0; d < Dv; d += kColumns) {
-        for (int q = 0; q < groups; q++) {
-            const int from = 4 * q / kTile * kTile;
-            Ahead<int8> soon(ahead ? ahead->value + from : nullptr, Dv + Scaled<int8>::bytes);
-            soon.whole = false;
-            for (int t = 4 * q - from; t < 4 * q - from + 4; t++) soon.template ask_columns<4>(t, d);
-            interleaved(tile.value + 4 * q, d, Dv, values[q][0]);
-        }
+        for (int q = 0; q < groups; q++) interleaved(tile.value + 4 * q, d, Dv, values[q][0]);
         if (d == 0) {
             Vector scales[Int8Tile::size / kTile];
             for (int i = 0; i < Int8Tile::size / kTile; i++)
@@ -258,8 +266,8 @@ static inline void int8_mix(const float* weights, const Int8Tile& tile, int64_t 
                 step[h] = weight_digits(weights + h * tile.size, scales, digits[h]);
         }
         for (int h = 0; h < H; h += R)
-            add_columns<R>(digits + h, step + h, values, groups, out + h * stride + d, stride,
-                           Dv - d);
+            add_columns<R>(digits + h, step + h, values, groups, out + h * stride, stride, d, Dv,
+                           ahead, h / R, H / R);
     }
 }
 

@@ -89,6 +89,21 @@ struct Ahead {
         if (Scaled<T>::bytes && (!contiguous || t == 0))
             ask(rows[contiguous ? kTile - 1 : t] + size - 1);
     }
+    // At column d, as many lines as all rows.
+    [[gnu::always_inline]] void ask_tile(int64_t d) const {
+        if (!rows || d % line) return;
+        if (contiguous) {
+            const T* from = rows[0] + d * kTile;
+            if (second)
+                for (int n = 0; n < kTile; n++) __builtin_prefetch(from + n * line, 0, 2);
+            else
+                for (int n = 0; n < kTile; n++) __builtin_prefetch(from + n * line);
+            if (d == 0) ask_end(0);
+        } else {
+            for (int n = 0; n < kTile; n++) ask(rows[n] + d);
+            for (int n = 0; n < kTile && d == 0; n++) ask_end(n);
+        }
+    }
     [[gnu::always_inline]] void ask(const T* number) const {
         if (second) __builtin_prefetch(number, 0, 2);
         else __builtin_prefetch(number);
