@@ -107,7 +107,9 @@ def test_a_layer_with_attention_twice_is_on_one_device(
     assert llm.engine.cache.layer_devices == (HOME, HOME, OTHER, OTHER)
     found = logits_of(llm)
     assert places.sent > 0
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    # Products of MKL depend on where their operands lie in memory, unless MKL_CBWR is set: on AMD's
+    # processors the last bit of these differs, as an expert's rows lie elsewhere.
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
