@@ -42,12 +42,18 @@ TUNED_PLACES = {
 FEW_PLACES = {("tiny_vartrack", "question"): (2048,), ("tiny_derive", "prompt"): (512,)}
 #: Newest pages of DELTA's budget, as in table 1 of its paper; layer 0 is dense and layer 1 selects.
 RECENT_PAGES = (1, 2, 4, 8, 16)
-#: Layers of `tiny-hops` that select for DELTA besides layer 1: every one that there is.
+#: Layers that select for DELTA besides layer 1: every one that there is in both models.
 SELECTION_LAYERS = range(2, 8)
-#: Only this task needs a layer behind those that all of these placements share.
-_PLACEMENTS_AT: dict[tuple[str, str], tuple[int, ...]] = {("tiny_walk2", "prompt"): (1024,)}
+#: In `tiny-hops` only one task needs a layer behind those that all of these placements share.
+_PLACEMENTS_AT: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
+    HOPS: {("tiny_walk2", "prompt"): (1024,)},
+    SCRATCH: {("tiny_walk2", "prompt"): (1024,), ("tiny_derive", "prompt"): (1024,)},
+}
 #: Where the criteria of `benchmarks.paper.placements` place three of them.
-THREE_SELECT = ("1,3,4", "1,4,5", "1,2,6", "1,3,6", "1,2,3", "1,2,5")
+THREE_SELECT = {
+    HOPS: ("1,3,4", "1,4,5", "1,2,6", "1,3,6", "1,2,3", "1,2,5"),
+    SCRATCH: ("1,2,3", "1,2,4", "1,2,7", "1,4,5"),
+}
 _METHODS = ",".join(name for name, cls in available_policies().items() if not cls.dense)
 #: Samples in a cell of `tiny-hops`, whose controls answer nothing and whose oracle nearly all.
 HOPS_SAMPLES = 24
@@ -57,6 +63,8 @@ HOPS_PLACES = {
     ("tiny_walk2", "prompt"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (1024, 2048, 4096),
 }
+#: Where `keyhole-scratch` is from the root of the repository.
+SCRATCH_MODEL = "recipes/tiny_model/keyhole-scratch"
 #: Places of `keyhole-scratch`. Those with settings of their own take hours at 4,096 words.
 SCRATCH_PLACES = dict.fromkeys(
     (("tiny_walk2", "prompt"), ("tiny_derive", "prompt")), (1024, 2048, 4096)
@@ -105,11 +113,11 @@ def _delta() -> str:
     )
 
 
-def _placements() -> str:
+def _placements(model: str) -> str:
     """DELTA with every second selection layer, without one, and with the two that a calibration
     chooses; first tokens, window and budget as at equal terms.
     """
-    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), *THREE_SELECT]
+    layers = ["1", *(f"1,{layer}" for layer in SELECTION_LAYERS), *THREE_SELECT[model]]
     return ",".join(
         f"delta:full_layers=0,delta_layers={at},recent_pages=2,sink_size=16,token_budget=128"
         for at in layers
@@ -159,7 +167,7 @@ PARTS |= {
         (HOPS, "tiny-hops", HOPS_PLACES, HOPS_FEW_PLACES),
         (
             SCRATCH,
-            "recipes/tiny_model/keyhole-scratch",
+            SCRATCH_MODEL,
             SCRATCH_PLACES,
             SCRATCH_FEW_PLACES,
         ),
@@ -180,8 +188,15 @@ PARTS |= {
                 *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),
             ],
         ),
-        ("placements", _PLACEMENTS_AT, ["--policies", _placements()]),
     )
+}
+PARTS |= {
+    prefix + "placements": ClaimPart(
+        flags=["--model", model, "--policies", _placements(prefix)],
+        places=_PLACEMENTS_AT[prefix],
+        samples=HOPS_SAMPLES,
+    )
+    for prefix, model in ((HOPS, "tiny-hops"), (SCRATCH, SCRATCH_MODEL))
 }
 
 

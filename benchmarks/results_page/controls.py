@@ -37,7 +37,10 @@ FILES = (
             *("placements", "calibration", "attention"),
         )
     }
-    | {SCRATCH + name: f"{SCRATCH}{name}.jsonl" for name in ("equal", "tuned", "published")}
+    | {
+        SCRATCH + name: f"{SCRATCH}{name}.jsonl"
+        for name in ("equal", "tuned", "published", "placements", "calibration")
+    }
     # Its other form is a method of the comparison at equal terms, with the same controls.
     | {HOPS + "lists": f"{HOPS}equal.jsonl"}
 )

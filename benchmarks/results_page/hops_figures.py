@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
-from benchmarks.results_page.controls import HOPS, source
+from benchmarks.results_page.controls import HOPS, SCRATCH, TASKS, source
 from benchmarks.results_page.text import image, paragraph, percent, written
 from benchmarks.results_page.variations import (
     by_place,
@@ -38,6 +38,17 @@ from keyhole.policies.selection_layers import place_by_error, place_by_recall, p
 _Lines = Mapping[str, Sequence[Line]]
 #: Length and budget of the answers whose lengths are counted.
 _ANSWERS = ("tiny_derive", 4096, 512)
+#: Title of the section on DELTA's selection layers, and why it has these tasks.
+_PLACED = {
+    HOPS: (
+        "DELTA: where its layers select (section 5 of its paper)",
+        "the other tasks need no look-up behind layer 2.",
+    ),
+    SCRATCH: (
+        "DELTA: where its layers select in `keyhole-scratch`",
+        "the two tasks that can tell methods apart.",
+    ),
+}
 #: Steps between two selections that are compared.
 _STEPS = (1, 4, 16, 64)
 
@@ -47,17 +58,42 @@ def sections(lines: _Lines, pictures: Mapping[str, str]) -> list[str]:
     parts = []
     if own := lines.get(HOPS + "recency"):
         parts += recency_section(own)
-    parts += _placements(lines)
+    parts += _placements(lines, HOPS) + _placements(lines, SCRATCH)
     parts += _answers(lines.get(HOPS + "equal", ()), pictures)
     parts += _lists(lines.get(HOPS + "lists", ()))
     return parts + _attention(lines.get(HOPS + "attention", ()))
 
 
-def _placements(lines: _Lines) -> list[str]:
+def _placements(lines: _Lines, prefix: str) -> list[str]:
     """What DELTA answers with each second selection layer, and what a calibration says of it."""
-    own, calibrated = lines.get(HOPS + "placements", ()), lines.get(HOPS + "calibration", ())
+    own, calibrated = lines.get(prefix + "placements", ()), lines.get(prefix + "calibration", ())
     if not own or not calibrated:
         return []
+    title, why = _PLACED[prefix]
+    tasks = dict.fromkeys(str(line["task"]) for line in own)
+    place = own[0]
+    return [
+        f"### {title}",
+        paragraph(
+            "The paper places selection layers by a calibration, where attention shifts most from "
+            "one layer to the next. Here layer 0 is dense, layer 1 selects, and one or two layers "
+            "more select for those behind them; they read everything, and so they do in the "
+            f"controls. {place['length']:,} tokens, a budget of {own[-1]['budget']}, "
+            f"{place['samples']} samples; {why} Gains on the newest and on random tokens in "
+            "points, with Newcombe's intervals and McNemar's p."
+        ),
+        *(
+            part
+            for task in tasks
+            for part in _placed([line for line in own if line["task"] == task])
+        ),
+        *_calibrations(calibrated),
+        source([*own, *calibrated]),
+    ]
+
+
+def _placed(own: Sequence[Line]) -> list[str]:
+    """A row per placement in one task."""
     beside = dict(zip(map(id, own), compared(own), strict=True))
     rows = []
     for line in own:
@@ -73,7 +109,6 @@ def _placements(lines: _Lines) -> list[str]:
                 *(_gain(found.gains.get(name)) for name in (RECENT, RANDOM)),
             ]
         )
-    place = own[0]
     heads = [
         "besides layer 1",
         "right, %",
@@ -83,22 +118,8 @@ def _placements(lines: _Lines) -> list[str]:
         "on recent",
         "on random",
     ]
-    return [
-        "### DELTA: where its layers select (section 5 of its paper)",
-        paragraph(
-            "The paper places selection layers by a calibration, where attention shifts most from "
-            "one layer to the next. Here layer 0 is dense, layer 1 selects, and one or two layers "
-            "more select for those behind them; they read everything, and so "
-            f"they do in the controls. Every second name of a ring (`{place['task']}`), "
-            f"{place['length']:,} tokens, a budget of {own[-1]['budget']}, "
-            f"{place['samples']} samples; the other tasks need no look-up behind layer 2. Gains on "
-            "the newest and on random tokens in points, with Newcombe's intervals and McNemar's "
-            "p:"
-        ),
-        written(heads, rows),
-        *_calibrations(calibrated),
-        source([*own, *calibrated]),
-    ]
+    task = str(own[0]["task"])
+    return [f"{TASKS[task].title} (`{task}`):", written(heads, rows)]
 
 
 def _gain(found: Gain | None) -> str:
