@@ -16,7 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ RECENT_PAGES = (1, 2, 4, 8, 16)
 #: Layers that select for DELTA besides layer 1: every one that there is in both models.
 SELECTION_LAYERS = range(2, 8)
 #: In `tiny-hops` only one task needs a layer behind those that all of these placements share.
-_PLACEMENTS_AT: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
+_PLACEMENTS_AT = {
     HOPS: {("tiny_walk2", "prompt"): (1024,)},
     SCRATCH: {("tiny_walk2", "prompt"): (1024,), ("tiny_derive", "prompt"): (1024,)},
 }
@@ -86,7 +86,7 @@ class ClaimPart:
     """flags: for every command. places: as in PLACES. samples: in a cell."""
 
     flags: Sequence[str]
-    places: dict[tuple[str, str], tuple[int, ...]]
+    places: Mapping[tuple[str, str], tuple[int, ...]]
     samples: int = SAMPLES
 
     def commands(self, file: str) -> list[list[str]]:
