@@ -300,7 +300,10 @@ class SamplingParams:
             )
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise ConfigError(f"a grammar says where the text ends; leave {name} out")
+            raise ConfigError(
+                f"{name} {getattr(self, name)} does not go with a grammar, which says where the "
+                "text ends; leave one out"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 

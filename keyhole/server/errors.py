@@ -83,7 +83,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(504, message, kind="timeout")
     for cls, status, kind, code in _KINDS:
         if isinstance(error, cls):
-            return ApiError(status, str(error), kind=kind, code=code)
+            return ApiError(status, str(error), kind=kind, param=error.field, code=code)
     return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 

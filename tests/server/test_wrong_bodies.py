@@ -79,6 +79,8 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
         ("completions", "top_p", "wide", "not 'wide'"),
         ("completions", "keyhole", "qust", "unknown policy 'qust'"),
         ("chat/completions", "keyhole", {"token_budget": 0}, "not 0"),
+        ("completions", "stop_token_ids", [3000], "stop_token_ids: token id 3000 is not"),
+        ("chat/completions", "logit_bias", {"4000": 1}, "logit_bias: token id 4000 is not"),
     ],
 )
 def test_an_error_names_the_field_as_it_was_given_and_the_value(
@@ -91,7 +93,16 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
     error = answer.json()["error"]
     assert error["param"].partition(".")[0] == field
     assert said in error["message"]
-    assert str(value if not isinstance(value, dict) else 0) in error["message"]
+    assert str(value if not isinstance(value, dict | list) else 0) in error["message"]
+
+
+@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
+def test_a_setting_that_does_not_go_with_a_grammar_is_named(address: str, field: str) -> None:
+    """`param` was null."""
+    body = {"prompt": "abc", "max_tokens": 2, "response_format": {"type": "json_object"}, field: 1}
+    answer = httpx2.post(f"{address}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
 
 
 def test_a_method_of_reuse_that_is_unknown_names_its_field(address: str) -> None:
