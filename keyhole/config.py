@@ -281,7 +281,12 @@ class SamplingParams:
         self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
-        self._require_number("repetition_penalty", "above 0", lambda x: x > 0)
+        right = f"from {1 / _MOST_FACTOR:g} to {_MOST_FACTOR:g}"
+        self._require_number(
+            "repetition_penalty", right, lambda x: 1 / _MOST_FACTOR <= x <= _MOST_FACTOR
+        )
+        for name in ("presence_penalty", "frequency_penalty"):  # OpenAI's range
+            self._require_number(name, "from -2 to 2", lambda x: -2 <= x <= 2)
         for name in ("top_k", "logprobs", "seed"):
             self._require_number(name, "at least 0", lambda x: x >= 0)
         for name in ("stop", "bad_words"):
@@ -339,8 +344,9 @@ class SamplingParams:
         return dataclasses.replace(self, **missing)
 
 
-#: Logits are float32.
+#: Logits are float32. One that is multiplied or divided by the factor remains finite.
 _MOST_BIAS = 1e38
+_MOST_FACTOR = 1e30
 
 
 def _bias(given: object) -> dict[int, float]:

@@ -74,6 +74,7 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
         ("chat/completions", "max_completion_tokens", 0, "max_completion_tokens: "),
         ("responses", "max_output_tokens", -1, "max_output_tokens: "),
         ("completions", "temperature", -1.5, "temperature -1.5 must be"),
+        ("completions", "frequency_penalty", 1e308, "must be from -2 to 2"),
         ("completions", "stop", "", "stop ('',) must be"),
         ("completions", "n", 0, "n: Input should be greater than or equal to 1, not 0"),
         ("completions", "top_p", "wide", "not 'wide'"),
