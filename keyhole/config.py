@@ -294,6 +294,8 @@ class SamplingParams:
             good = all(isinstance(text, str) and text.strip(" ") for text in texts)
             good |= name == "stop" and all(isinstance(text, str) and text for text in texts)
             require(good, name, texts, "non-empty texts")
+            whole = not any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
+            require(whole, name, texts, "Unicode text: a lone surrogate is half a character")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())

@@ -306,6 +306,7 @@ def test_generation_config_is_the_default_and_params_win() -> None:
         {"repetition_penalty": 0},
         {"seed": -3},
         {"stop": ("",)},
+        {"stop": ("a", "b\ud800")},
         {"stop": None},
         {"stop_token_ids": 5},
         {"stop_token_ids": (-1,)},
@@ -324,6 +325,7 @@ def test_generation_config_is_the_default_and_params_win() -> None:
         {"logit_bias": {5: "much"}},
         {"logit_bias": {5: 1e39}},
         {"bad_words": ("",)},
+        {"bad_words": ("\ud800",)},
         {"bad_words": 5},
     ],
 )

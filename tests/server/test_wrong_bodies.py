@@ -97,6 +97,29 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
     assert str(value if not isinstance(value, dict | list) else 0) in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "value", "said"),
+    [
+        ("completions", "prompt", "\ud800", "half a character"),
+        ("completions", "stop", ["a", "\ud800"], "half a character"),
+        ("completions", "bad_words", ["\ud800"], "half a character"),
+        ("chat/completions", "messages", [{"role": "user", "content": "\ud800"}], "half a char"),
+        ("chat/completions", "documents", ["\ud800"], "unknown document"),
+        ("responses", "input", "\ud800", "half a character"),
+        ("responses", "stop", "\ud800", "half a character"),
+    ],
+)
+def test_half_of_a_character_is_refused(
+    address: str, place: str, field: str, value: Any, said: str
+) -> None:
+    """As a `stop` it was accepted, and as a document's name it was status 500."""
+    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    body = json.dumps({**begin, "max_tokens": 2, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
 def test_a_setting_that_does_not_go_with_a_grammar_is_named(address: str, field: str) -> None:
     """`param` was null."""
