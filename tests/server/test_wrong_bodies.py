@@ -129,6 +129,23 @@ def test_a_setting_that_does_not_go_with_a_grammar_is_named(address: str, field:
     assert answer.json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("json", "text.format must be an object"),
+        ({"type": "xml"}, "text.format.type 'xml' must be 'text', 'json_object' or 'json_schema'"),
+        ({"type": "json_schema"}, "text.format needs a 'schema'"),
+    ],
+)
+def test_a_format_of_a_response_is_named_as_it_was_given(
+    address: str, given: Any, said: str
+) -> None:
+    """The field had its name of chats, response_format."""
+    body = {"input": "abc", "text": {"format": given}}
+    error = httpx2.post(f"{address}/v1/responses", json=body).json()["error"]
+    assert (error["message"], error["param"]) == (said, "text.format")
+
+
 def test_a_method_of_reuse_that_is_unknown_names_its_field(address: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "documents": ["a"], "reuse": "sam_kx"}
     error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from keyhole.server.bodies import SamplingBody
+from keyhole.server.chat.grammars import answer_rule
 from keyhole.server.chat.prompt import ChatRequest
 from keyhole.server.errors import ApiError
 
@@ -84,8 +85,13 @@ class ResponsesBody(SamplingBody):
         if given is None:
             return self.response_format
         if not isinstance(given, Mapping):
-            raise ApiError(400, "text.format must be an object", param="text")
-        return {**given, "json_schema": {"schema": given.get("schema")}}
+            raise ApiError(400, "text.format must be an object", param="text.format")
+        schema = given.get("schema")
+        if given.get("type") == "json_schema" and not isinstance(schema, Mapping):
+            raise ApiError(400, "text.format needs a 'schema'", param="text.format")
+        found = {**given, "json_schema": {"schema": schema}}
+        answer_rule(found, "text.format")  # an error has the name that the client knows
+        return found
 
 
 def _add(messages: list[_Message], item: Mapping[str, Any]) -> None:
