@@ -31,6 +31,12 @@ VALUES = [
     *(-1, 0, -(2**63), 2**63, 2**64, 10**30, -(10**30), 1e308, -1e308, 1e-320, 0.5),
     *("x", "", None, True, [], {}, [[]], [None], {"a": 1}, "\ud800"),
 ]
+#: The least that a body has.
+BEGIN: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "abc"},
+    "chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
+    "responses": {"input": "abc"},
+}
 FIELDS = (
     "max_tokens n temperature top_p top_k min_p seed logprobs presence_penalty frequency_penalty "
     "repetition_penalty logit_bias stop stop_token_ids ignore_eos stream stream_options keyhole "
@@ -88,8 +94,7 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
     address: str, place: str, field: str, value: Any, said: str
 ) -> None:
     """`param` was null, or the field had the name that the engine has for it."""
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
-    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", json={**BEGIN[place], field: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"].partition(".")[0] == field
@@ -113,8 +118,7 @@ def test_half_of_a_character_is_refused(
     address: str, place: str, field: str, value: Any, said: str
 ) -> None:
     """As a `stop` it was accepted, and as a document's name it was status 500."""
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
-    body = json.dumps({**begin, "max_tokens": 2, field: value})
+    body = json.dumps({**BEGIN[place], "max_tokens": 2, field: value})
     answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
@@ -171,17 +175,24 @@ def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
         ("chat/completions", "guided_regex", "a+"),
         ("responses", "conversation", "conv_1"),
         ("responses", "background", True),
+        ("responses", "include", ["message.output_text.logprobs"]),
+        ("responses", "prompt", {"id": "pmpt_1"}),
         ("responses", "top_logprobs", 2),
     ],
 )
 def test_what_would_change_an_answer_is_not_ignored(
     address: str, place: str, field: str, value: Any
 ) -> None:
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
-    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", json={**BEGIN[place], field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
     assert f"{field} is not supported here" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [None, [], ["reasoning.encrypted_content"]])
+def test_a_response_may_include_what_changes_nothing(address: str, value: Any) -> None:
+    body = {"input": "abc", "max_output_tokens": 2, "include": value, "prompt": None}
+    assert httpx2.post(f"{address}/v1/responses", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize"])
@@ -195,17 +206,16 @@ def test_a_setting_of_a_template_is_nothing_else(address: str, name: str) -> Non
     assert error["message"] == f"{name!r} is no setting of a chat template; leave it out of them"
 
 
-@pytest.mark.parametrize("place", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("place", BEGIN)
 def test_null_is_as_if_a_field_were_absent(address: str, place: str) -> None:
     """As in OpenAI's API; it was refused."""
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
     nulls = dict.fromkeys(("n", "stream", "stream_options", "logprobs", "parallel_tool_calls"))
-    body: dict[str, Any] = {**begin, "max_tokens": 2, **nulls}
-    assert httpx2.post(address + place, json=body).status_code == 200
+    body: dict[str, Any] = {**BEGIN[place], "max_tokens": 2, **nulls}
+    assert httpx2.post(f"{address}/v1/{place}", json=body).status_code == 200
     body |= {"stream": True, "stream_options": {"include_usage": None}}
-    answer = httpx2.post(address + place, json=body)
+    answer = httpx2.post(f"{address}/v1/{place}", json=body)
     assert answer.status_code == 200
-    assert answer.text.endswith("data: [DONE]\n\n") or place == "/v1/responses"
+    assert answer.text.endswith("data: [DONE]\n\n") or place == "responses"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -18,6 +18,12 @@ _TEXT_PARTS = {"input_text", "output_text", "text"}
 #: Fields of any JSON that the response contains. Python reads NaN and halves of characters, too.
 _SENT_BACK = ("metadata", "reasoning", "text", "tool_choice", "tools")
 _ROLES = {"developer": "system"}
+#: Unsupported fields that other bodies do not have, or have as something else.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # For a client to send back with later requests, which read no reasoning here.
+    "include": ([], ["reasoning.encrypted_content"]),
+    "prompt": (),  # a stored template
+}
 
 
 class ResponsesBody(SamplingBody):
@@ -26,6 +32,8 @@ class ResponsesBody(SamplingBody):
     previous_response_id: of a response of this server, whose conversation is continued. store:
     whether a later request may continue this one.
     """
+
+    unsupported: ClassVar = {**SamplingBody.unsupported, **_UNSUPPORTED}
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
