@@ -281,7 +281,12 @@ class SamplingParams:
         self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
-        self._require_number("repetition_penalty", "above 0", lambda x: x > 0)
+        right = f"from {1 / _MOST_FACTOR:g} to {_MOST_FACTOR:g}"
+        self._require_number(
+            "repetition_penalty", right, lambda x: 1 / _MOST_FACTOR <= x <= _MOST_FACTOR
+        )
+        for name in ("presence_penalty", "frequency_penalty"):  # OpenAI's range
+            self._require_number(name, "from -2 to 2", lambda x: -2 <= x <= 2)
         for name in ("top_k", "logprobs", "seed"):
             self._require_number(name, "at least 0", lambda x: x >= 0)
         for name in ("stop", "bad_words"):
@@ -289,6 +294,8 @@ class SamplingParams:
             good = all(isinstance(text, str) and text.strip(" ") for text in texts)
             good |= name == "stop" and all(isinstance(text, str) and text for text in texts)
             require(good, name, texts, "non-empty texts")
+            whole = not any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
+            require(whole, name, texts, "Unicode text: a lone surrogate is half a character")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())
@@ -300,7 +307,10 @@ class SamplingParams:
             )
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise ConfigError(f"a grammar says where the text ends; leave {name} out")
+            raise ConfigError(
+                f"{name} {getattr(self, name)} does not go with a grammar, which says where the "
+                "text ends; leave one out"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
@@ -336,8 +346,9 @@ class SamplingParams:
         return dataclasses.replace(self, **missing)
 
 
-#: Logits are float32.
+#: Logits are float32. One that is multiplied or divided by the factor remains finite.
 _MOST_BIAS = 1e38
+_MOST_FACTOR = 1e30
 
 
 def _bias(given: object) -> dict[int, float]:

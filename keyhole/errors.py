@@ -24,6 +24,9 @@ from typing import Any
 class KeyholeError(Exception):
     """The root: `except KeyholeError` catches all that is meant for a user."""
 
+    #: The setting of a request that is wrong, where the error is about one.
+    field: str | None = None
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Some classes make their message of other arguments, and a copy has the message alone.
         return _again, (type(self), self.args), self.__dict__ or None
@@ -68,7 +71,11 @@ class ModelError(KeyholeError, ValueError):
 
 
 class RequestError(KeyholeError, ValueError):
-    """One request that cannot be served; the others go on."""
+    """One request that cannot be served; the others go on. field: see `KeyholeError`."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class PromptTooLongError(RequestError):

@@ -144,6 +144,8 @@ class Catalogue:
 
     def find(self, name: str) -> SourceFile | None:
         """The document of this name; looked up in the storage if it is not indexed."""
+        if not name.isprintable():  # none has such a name, and SQLite takes no lone surrogates
+            return None
         return self.index.source(name) or self.refresh(name)
 
     def source(self, name: str) -> SourceFile:

@@ -57,7 +57,8 @@ def check_tokens(
         right = f"0 to {model.vocab_size - 1}"
         raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
     if (params.stop or params.bad_words) and model.tokenizer is None:
-        raise RequestError("stop texts and bad words need a tokenizer; this model has none")
+        name = "stop" if params.stop else "bad_words"
+        raise RequestError(f"{name} needs a tokenizer; this model has none", field=name)
     _check_ids("logit_bias", params.logit_bias or (), model.vocab_size)
     # A tokenizer may have more. Counting its ids takes long, so only where it decides.
     beyond = [token for token in params.stop_token_ids if token >= model.vocab_size]
@@ -67,7 +68,8 @@ def check_tokens(
     if (params.logprobs or 0) > model.vocab_size:
         raise RequestError(
             f"logprobs {params.logprobs} must be at most {model.vocab_size}, the tokens "
-            "of this model"
+            "of this model",
+            field="logprobs",
         )
     if len(tokens) >= max_length:
         reason = model.length_reason
@@ -89,7 +91,8 @@ def _check_ids(name: str, ids: Iterable[int], count: int) -> None:
     wrong = [token for token in ids if token >= count]
     if wrong:
         right = f"0 to {count - 1}"
-        raise RequestError(f"{name}: token id {wrong[0]} is not one of this model's, {right}")
+        message = f"{name}: token id {wrong[0]} is not one of this model's, {right}"
+        raise RequestError(message, field=name)
 
 
 def adapter_number(name: str | None, model: Model) -> int:

@@ -17,7 +17,7 @@ from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Piece, Result, Stats
 from keyhole.server.chat.reply import Reply
 from keyhole.server.errors import ApiError
-from keyhole.tokenization import token_bytes
+from keyhole.tokenization import Detokenizer, token_bytes
 
 #: The passages that a prompt used of each of its documents.
 _Documents = list[dict[str, Any]]
@@ -74,7 +74,8 @@ class Answer:
     """One answer of chat or completions, with the id that all of its pieces share.
 
     kind: such as "chat.completion". replies: of a chat, one per completion. n: completions per
-    prompt. top_logprobs: of a chat, how many tokens are listed for each place.
+    prompt. top_logprobs: of a chat, how many tokens are listed for each place. offsets: without a
+    chat, one per completion.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Answer:
     replies: Sequence[Reply] = ()
     n: int = 1
     top_logprobs: int = 0
+    offsets: Sequence[TextOffsets] = ()
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -115,7 +117,7 @@ class Answer:
                 {
                     "index": index,
                     **body,
-                    "logprobs": self._logprobs(result.token_ids, result.logprobs),
+                    "logprobs": self._logprobs(index, result.token_ids, result.logprobs),
                     "finish_reason": self._reason(index, result),
                 }
             )
@@ -140,7 +142,7 @@ class Answer:
                 return []
             body = {"delta": ({"role": "assistant", "content": ""} if first else {}) | delta}
         reason = None if piece.result is None else self._reason(index, piece.result)
-        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        logprobs = self._logprobs(index, piece.token_ids, piece.logprobs)
         choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
         return [{**self.head(chunk=True), "choices": [choice]}]
 
@@ -173,7 +175,7 @@ class Answer:
         return self.replies[index].finish_reason(reason) if self.is_chat else reason
 
     def _logprobs(
-        self, tokens: Sequence[int], found: Sequence[dict[int, float]] | None
+        self, index: int, tokens: Sequence[int], found: Sequence[dict[int, float]] | None
     ) -> dict[str, Any] | None:
         if found is None:
             return None
@@ -204,6 +206,7 @@ class Answer:
             "tokens": [text(token) for token, _ in pairs],
             "token_logprobs": [best[token] for token, best in pairs],
             "top_logprobs": [{text(t): value for t, value in best.items()} for _, best in pairs],
+            "text_offset": self.offsets[index].next([token for token, _ in pairs]),
         }
 
 
@@ -258,6 +261,21 @@ class TokenTexts:
             return [str(self._tokenizer.decode([token])) for token in tokens]
         backend = self._tokenizer.backend_tokenizer
         return [self._stream.step(backend, token) or "" for token in tokens]
+
+
+class TextOffsets:
+    """Where each token of a growing answer begins in its text, in characters."""
+
+    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:
+        self._said = Detokenizer(tokenizer, skip_special=skip_special)
+
+    def next(self, tokens: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens; parts of a character begin where it does."""
+        found = []
+        for token in tokens:
+            found.append(len(self._said.text))
+            self._said.append(token)
+        return found
 
 
 class AnswerReads:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -72,9 +73,13 @@ _MOST_SEEN = 1000
 
 
 class Body(BaseModel):
-    """A body that ignores unknown fields, as OpenAI's clients expect."""
+    """A body that ignores unknown fields, as OpenAI's clients expect.
+
+    unsupported: see `_UNSUPPORTED`.
+    """
 
     model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
 
     def check_others(self, place: str = "") -> None:
         """ApiError for an unsupported field that changes answers; logs unknown fields once.
@@ -83,8 +88,8 @@ class Body(BaseModel):
         """
         for field, value in (self.model_extra or {}).items():
             name = place + field
-            if name in _UNSUPPORTED:
-                if value is not None and value not in _UNSUPPORTED[name]:
+            if name in self.unsupported:
+                if value is not None and value not in self.unsupported[name]:
                     other = "; /v1/chat/completions takes it" if name in _OF_CHATS else ""
                     raise ApiError(400, f"{name} is not supported here{other}", param=name)
             elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from keyhole.engine.sequence import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
-from keyhole.server.answers import Answer, AnswerReads, AnyAnswer
+from keyhole.server.answers import Answer, AnswerReads, AnyAnswer, TextOffsets
 from keyhole.server.bodies import ChatBody, CompletionBody, SamplingBody, SearchedDocuments
 from keyhole.server.chat.grammars import answer_rule, constraint_of, grammar_of
 from keyhole.server.chat.prompt import prepared, reply_to_question
@@ -113,8 +113,13 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         for prompt in body.prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
+    skip = params.skip_special_tokens
     answer = Answer(
-        "text_completion", body.model or state.name, state.tokenizer, n=body.completions
+        "text_completion",
+        body.model or state.name,
+        state.tokenizer,
+        n=body.completions,
+        offsets=[TextOffsets(state.tokenizer, skip_special=skip) for _ in streams],
     )
     return await respond(answer, body, request, streams)
 

@@ -83,7 +83,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(504, message, kind="timeout")
     for cls, status, kind, code in _KINDS:
         if isinstance(error, cls):
-            return ApiError(status, str(error), kind=kind, code=code)
+            return ApiError(status, str(error), kind=kind, param=error.field, code=code)
     return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 
@@ -130,6 +130,9 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
         if isinstance(given, bytes):  # FastAPI has not parsed it
             return ApiError(400, "the body must be JSON, with Content-Type: application/json")
         return ApiError(400, "the body must be a JSON object")
+    if first["type"] == "value_error":  # FastAPI's of an upload: a part without a name is a text
+        right = "must be a file with a name, such as notes.txt, which tells its format"
+        return ApiError(400, f"{place} {right}; it has no filename", param=place)
     shown = f", not {given!r:.80}" if isinstance(given, str | int | float) else ""
     return ApiError(400, f"{place}: {first['msg']}{shown}", param=place)
 

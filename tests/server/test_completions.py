@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from keyhole import LLM, SamplingParams
+from tests.checkpoints import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -111,6 +112,45 @@ def test_log_probabilities_are_those_of_the_engine(
         assert token.logprob == pytest.approx(best[ids], abs=1e-5)
         found = [one.logprob for one in token.top_logprobs]
         assert found == pytest.approx([*best.values()], abs=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_completion_have_their_place_in_the_text(
+    client: openai.OpenAI, llm: LLM, stream: bool
+) -> None:
+    """`text_offset` was missing; "é" is two tokens."""
+    tokens = llm.tokenizer("aé<b", add_special_tokens=False).input_ids
+    rule = {"grammar": 'start: "aé<b"'}
+    made = client.completions.create(
+        model="small",
+        prompt=["x", "y"],
+        max_tokens=8,
+        logprobs=0,
+        stream=stream,
+        extra_body={"structured_outputs": rule},
+    )
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for piece in made if stream else [made]:
+        for choice in piece.choices:
+            if choice.logprobs:
+                found[choice.index] += choice.logprobs.text_offset
+    assert len(tokens) == 5
+    assert found[0] == found[1] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_special_token_takes_place_where_it_is_shown(client: openai.OpenAI, hidden: bool) -> None:
+    made = client.completions.create(
+        model="small",
+        prompt="x",
+        max_tokens=2,
+        logprobs=0,
+        logit_bias={str(EOS): 100},
+        extra_body={"ignore_eos": True, "skip_special_tokens": hidden},
+    )
+    (choice,) = made.choices
+    assert (choice.text == "") is hidden
+    assert choice.logprobs.text_offset == [0, len(choice.text) // 2]
 
 
 @pytest.mark.parametrize("most", [None, 0, 2])

@@ -31,6 +31,12 @@ VALUES = [
     *(-1, 0, -(2**63), 2**63, 2**64, 10**30, -(10**30), 1e308, -1e308, 1e-320, 0.5),
     *("x", "", None, True, [], {}, [[]], [None], {"a": 1}, "\ud800"),
 ]
+#: The least that a body has.
+BEGIN: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "abc"},
+    "chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
+    "responses": {"input": "abc"},
+}
 FIELDS = (
     "max_tokens n temperature top_p top_k min_p seed logprobs presence_penalty frequency_penalty "
     "repetition_penalty logit_bias stop stop_token_ids ignore_eos stream stream_options keyhole "
@@ -74,24 +80,74 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
         ("chat/completions", "max_completion_tokens", 0, "max_completion_tokens: "),
         ("responses", "max_output_tokens", -1, "max_output_tokens: "),
         ("completions", "temperature", -1.5, "temperature -1.5 must be"),
+        ("completions", "frequency_penalty", 1e308, "must be from -2 to 2"),
         ("completions", "stop", "", "stop ('',) must be"),
         ("completions", "n", 0, "n: Input should be greater than or equal to 1, not 0"),
         ("completions", "top_p", "wide", "not 'wide'"),
         ("completions", "keyhole", "qust", "unknown policy 'qust'"),
         ("chat/completions", "keyhole", {"token_budget": 0}, "not 0"),
+        ("completions", "stop_token_ids", [3000], "stop_token_ids: token id 3000 is not"),
+        ("chat/completions", "logit_bias", {"4000": 1}, "logit_bias: token id 4000 is not"),
     ],
 )
 def test_an_error_names_the_field_as_it_was_given_and_the_value(
     address: str, place: str, field: str, value: Any, said: str
 ) -> None:
     """`param` was null, or the field had the name that the engine has for it."""
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
-    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", json={**BEGIN[place], field: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"].partition(".")[0] == field
     assert said in error["message"]
-    assert str(value if not isinstance(value, dict) else 0) in error["message"]
+    assert str(value if not isinstance(value, dict | list) else 0) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "said"),
+    [
+        ("completions", "prompt", "\ud800", "half a character"),
+        ("completions", "stop", ["a", "\ud800"], "half a character"),
+        ("completions", "bad_words", ["\ud800"], "half a character"),
+        ("chat/completions", "messages", [{"role": "user", "content": "\ud800"}], "half a char"),
+        ("chat/completions", "documents", ["\ud800"], "unknown document"),
+        ("responses", "input", "\ud800", "half a character"),
+        ("responses", "stop", "\ud800", "half a character"),
+    ],
+)
+def test_half_of_a_character_is_refused(
+    address: str, place: str, field: str, value: Any, said: str
+) -> None:
+    """As a `stop` it was accepted, and as a document's name it was status 500."""
+    body = json.dumps({**BEGIN[place], "max_tokens": 2, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
+def test_a_setting_that_does_not_go_with_a_grammar_is_named(address: str, field: str) -> None:
+    """`param` was null."""
+    body = {"prompt": "abc", "max_tokens": 2, "response_format": {"type": "json_object"}, field: 1}
+    answer = httpx2.post(f"{address}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("json", "text.format must be an object"),
+        ({"type": "xml"}, "text.format.type 'xml' must be 'text', 'json_object' or 'json_schema'"),
+        ({"type": "json_schema"}, "text.format needs a 'schema'"),
+    ],
+)
+def test_a_format_of_a_response_is_named_as_it_was_given(
+    address: str, given: Any, said: str
+) -> None:
+    """The field had its name of chats, response_format."""
+    body = {"input": "abc", "text": {"format": given}}
+    error = httpx2.post(f"{address}/v1/responses", json=body).json()["error"]
+    assert (error["message"], error["param"]) == (said, "text.format")
 
 
 def test_a_method_of_reuse_that_is_unknown_names_its_field(address: str) -> None:
@@ -119,17 +175,24 @@ def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
         ("chat/completions", "guided_regex", "a+"),
         ("responses", "conversation", "conv_1"),
         ("responses", "background", True),
+        ("responses", "include", ["message.output_text.logprobs"]),
+        ("responses", "prompt", {"id": "pmpt_1"}),
         ("responses", "top_logprobs", 2),
     ],
 )
 def test_what_would_change_an_answer_is_not_ignored(
     address: str, place: str, field: str, value: Any
 ) -> None:
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
-    answer = httpx2.post(f"{address}/v1/{place}", json={**begin, field: value})
+    answer = httpx2.post(f"{address}/v1/{place}", json={**BEGIN[place], field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
     assert f"{field} is not supported here" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [None, [], ["reasoning.encrypted_content"]])
+def test_a_response_may_include_what_changes_nothing(address: str, value: Any) -> None:
+    body = {"input": "abc", "max_output_tokens": 2, "include": value, "prompt": None}
+    assert httpx2.post(f"{address}/v1/responses", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize"])
@@ -143,17 +206,16 @@ def test_a_setting_of_a_template_is_nothing_else(address: str, name: str) -> Non
     assert error["message"] == f"{name!r} is no setting of a chat template; leave it out of them"
 
 
-@pytest.mark.parametrize("place", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("place", BEGIN)
 def test_null_is_as_if_a_field_were_absent(address: str, place: str) -> None:
     """As in OpenAI's API; it was refused."""
-    begin = {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}]}
     nulls = dict.fromkeys(("n", "stream", "stream_options", "logprobs", "parallel_tool_calls"))
-    body: dict[str, Any] = {**begin, "max_tokens": 2, **nulls}
-    assert httpx2.post(address + place, json=body).status_code == 200
+    body: dict[str, Any] = {**BEGIN[place], "max_tokens": 2, **nulls}
+    assert httpx2.post(f"{address}/v1/{place}", json=body).status_code == 200
     body |= {"stream": True, "stream_options": {"include_usage": None}}
-    answer = httpx2.post(address + place, json=body)
+    answer = httpx2.post(f"{address}/v1/{place}", json=body)
     assert answer.status_code == 200
-    assert answer.text.endswith("data: [DONE]\n\n") or place == "/v1/responses"
+    assert answer.text.endswith("data: [DONE]\n\n") or place == "responses"
 
 
 @pytest.mark.parametrize(

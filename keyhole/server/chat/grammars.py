@@ -25,8 +25,13 @@ _CONSTRAINTS = {
 _XML_TEXT = r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
 
 
-def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
-    """The rule of a response_format; None: any text. ApiError for an unknown one."""
+def answer_rule(
+    response_format: Mapping[str, Any] | None, name: str = "response_format"
+) -> str | None:
+    """The rule of a response_format; None: any text. ApiError for an unknown one.
+
+    name: the field as the client knows it.
+    """
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return None
@@ -42,8 +47,8 @@ def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
         return _json(schema)
     raise ApiError(
         400,
-        f"response_format.type {kind!r} must be 'text', 'json_object' or 'json_schema'",
-        param="response_format",
+        f"{name}.type {kind!r} must be 'text', 'json_object' or 'json_schema'",
+        param=name,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from keyhole.server.bodies import SamplingBody
+from keyhole.server.chat.grammars import answer_rule
 from keyhole.server.chat.prompt import ChatRequest
 from keyhole.server.errors import ApiError
 
@@ -17,6 +18,12 @@ _TEXT_PARTS = {"input_text", "output_text", "text"}
 #: Fields of any JSON that the response contains. Python reads NaN and halves of characters, too.
 _SENT_BACK = ("metadata", "reasoning", "text", "tool_choice", "tools")
 _ROLES = {"developer": "system"}
+#: Unsupported fields that other bodies do not have, or have as something else.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # For a client to send back with later requests, which read no reasoning here.
+    "include": ([], ["reasoning.encrypted_content"]),
+    "prompt": (),  # a stored template
+}
 
 
 class ResponsesBody(SamplingBody):
@@ -25,6 +32,8 @@ class ResponsesBody(SamplingBody):
     previous_response_id: of a response of this server, whose conversation is continued. store:
     whether a later request may continue this one.
     """
+
+    unsupported: ClassVar = {**SamplingBody.unsupported, **_UNSUPPORTED}
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -84,8 +93,13 @@ class ResponsesBody(SamplingBody):
         if given is None:
             return self.response_format
         if not isinstance(given, Mapping):
-            raise ApiError(400, "text.format must be an object", param="text")
-        return {**given, "json_schema": {"schema": given.get("schema")}}
+            raise ApiError(400, "text.format must be an object", param="text.format")
+        schema = given.get("schema")
+        if given.get("type") == "json_schema" and not isinstance(schema, Mapping):
+            raise ApiError(400, "text.format needs a 'schema'", param="text.format")
+        found = {**given, "json_schema": {"schema": schema}}
+        answer_rule(found, "text.format")  # an error has the name that the client knows
+        return found
 
 
 def _add(messages: list[_Message], item: Mapping[str, Any]) -> None:
