@@ -211,12 +211,7 @@ def _load_network(
         raise ModelError(
             f"the weights of {shown!r} cannot be loaded: {line}{why and '; '}{why}"
         ) from error
-    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of "
-            f"another shape, the first is {missing[0]}"
-        )
+    checkpoint.require_same(network, report, shown)
     require_scales_used(config, report["unexpected_keys"], shown)
     _attend_by_pages(network)
     return network
