@@ -64,7 +64,7 @@ from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.safetensors_files import damage
+from keyhole.models.weights.safetensors_files import damage, tokenizer_damage
 from keyhole.models.weights.stored import (
     check_stored,
     log_once,
@@ -429,9 +429,9 @@ def _tokenizer(found: ModelFiles) -> Any:
                 "%r has no tokenizer%s: it takes token ids only", found.shown, where
             )
             return None
-        raise ModelError(
-            f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
-        ) from error
+        folder = Path(found.name) if in_folder else found.config.parent
+        line = (found.gguf is None and tokenizer_damage(folder)) or one_line(error)
+        raise ModelError(f"the tokenizer of {found.shown!r} cannot be loaded: {line}") from error
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:

@@ -190,6 +190,23 @@ def test_a_pointer_to_weights_of_pytorch_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_tokenizer_is_named_with_the_remedy(
+    name: str, checkpoint: Path
+) -> None:
+    """The message named the folder alone, and told nothing that helps."""
+    file = checkpoint / name
+    file.write_bytes(file.read_bytes()[:-9])
+    said = rf"tokenizer of .*: {name} is damaged \(.*\): download or copy it again"
+    with pytest.raises(ModelError, match=said):
+        load(checkpoint)
+    with pytest.raises(ModelError, match=said):
+        load("tiny", tokenizer=checkpoint)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"{name} is a pointer of Git LFS: run `git lfs pull`"):
+        load(checkpoint)
+
+
 def test_scales_that_no_config_explains_are_refused(checkpoint: Path) -> None:
     """Weights in FP8 were taken for plain numbers, without their scales: texts were nonsense."""
     weights = load_file(checkpoint / "model.safetensors")
