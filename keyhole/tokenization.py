@@ -64,7 +64,8 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     """
     if tokenizer is None:
         raise RequestError(
-            "this model has no tokenizer; give {'prompt_token_ids': [...]} or LLM(tokenizer=...)"
+            "this model has no tokenizer; give token ids, {'prompt_token_ids': [...]} or "
+            "--prompt-ids, or LLM(tokenizer=...)"
         )
     try:
         text.encode()

@@ -1,6 +1,7 @@
 """Continues a prompt and streams the text; the counters follow on stderr.
 
-The prompt is an argument, a file (--file), or read from stdin ("-", or no argument and a pipe).
+The prompt is an argument, a file (--file), token ids (--prompt-ids), or read from stdin ("-", or no
+argument and a pipe). A model without a tokenizer takes token ids only, and answers with such.
 Ctrl-C ends the answer and keeps the text so far, in --json with finish_reason "abort". Several
 completions (--n) run in one batch and are printed one after another; with --json the further ones
 are in `others`.
@@ -22,12 +23,16 @@ from keyhole.errors import ConfigError, RequestError, why
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Sequence
     from keyhole.llm import LLM
+    from keyhole.tokenization import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole generate`."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help='text, or "-" for stdin')
     parser.add_argument("--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument(
+        "--prompt-ids", metavar="IDS", help="the prompt as token ids, such as 1,15,8"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")
     flags.add_model(parser)
     flags.add_adapters(parser)
@@ -63,16 +68,33 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if aborted else 0
 
 
-def _prompt(arguments: argparse.Namespace) -> str:
+def _prompt(arguments: argparse.Namespace) -> Prompt:
+    given = {
+        "a prompt": arguments.prompt,
+        "--file": arguments.file,
+        "--prompt-ids": arguments.prompt_ids,
+    }
+    found = [name for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        raise ConfigError(f"give either {found[0]} or {found[1]}, not both")
+    if arguments.prompt_ids is not None:
+        return _ids(arguments.prompt_ids)
     if arguments.file is not None:
-        if arguments.prompt is not None:
-            raise ConfigError("give either a prompt or --file, not both")
         return _contents(arguments.file)
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
         return sys.stdin.read()
     if arguments.prompt is None:
-        raise ConfigError("no prompt; give one as an argument, with --file, or on stdin")
+        raise ConfigError(
+            "no prompt; give one as an argument, with --file or --prompt-ids, or on stdin"
+        )
     return str(arguments.prompt)
+
+
+def _ids(text: str) -> list[int]:
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise ConfigError(f"--prompt-ids: {part!r} must be a whole number, as in 1,15,8")
+    return [int(part) for part in text.split(",")]
 
 
 def _contents(name: str) -> str:

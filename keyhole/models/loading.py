@@ -64,7 +64,7 @@ from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.safetensors_files import damage
+from keyhole.models.weights.safetensors_files import damage, tokenizer_damage
 from keyhole.models.weights.stored import (
     check_stored,
     log_once,
@@ -211,12 +211,7 @@ def _load_network(
         raise ModelError(
             f"the weights of {shown!r} cannot be loaded: {line}{why and '; '}{why}"
         ) from error
-    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"the checkpoint {shown!r} is damaged: {len(missing)} weights are missing or of "
-            f"another shape, the first is {missing[0]}"
-        )
+    checkpoint.require_same(network, report, shown)
     require_scales_used(config, report["unexpected_keys"], shown)
     _attend_by_pages(network)
     return network
@@ -434,9 +429,9 @@ def _tokenizer(found: ModelFiles) -> Any:
                 "%r has no tokenizer%s: it takes token ids only", found.shown, where
             )
             return None
-        raise ModelError(
-            f"the tokenizer of {found.shown!r} cannot be loaded: {one_line(error)}"
-        ) from error
+        folder = Path(found.name) if in_folder else found.config.parent
+        line = (found.gguf is None and tokenizer_damage(folder)) or one_line(error)
+        raise ModelError(f"the tokenizer of {found.shown!r} cannot be loaded: {line}") from error
 
 
 def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tqdm import tqdm
 
 from keyhole import LLM, Delta, Result, SamplingParams, Stats
+from tests.checkpoints import make_model
 from tests.cli.conftest import Run
 
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again and again."
@@ -46,6 +47,22 @@ def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
     assert run("generate", "--file", str(file), "--model", path, *OPTIONS).out == text
     assert run("generate", "--model", path, *OPTIONS, stdin=PROMPT).out == text
     assert run("generate", "-", "--model", path, *OPTIONS, stdin=PROMPT).out == text
+
+
+def test_a_prompt_may_be_token_ids(path: str, run: Run, tmp_path: Path) -> None:
+    """A model without a tokenizer could not be used from the command line."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    options = ("--prompt-ids", "9, 8,70", *OPTIONS)
+    text = LLM(path, device="cpu").generate([9, 8, 70], params).text
+    assert run("generate", "--model", path, *options).out == text + "\n"
+    bare = make_model("llama", tmp_path)
+    ids = LLM(bare, device="cpu").generate([9, 8, 70], params).token_ids
+    ran = run("generate", "--model", bare, *options)
+    assert ran.status == 0
+    assert ran.out == ",".join(map(str, ids)) + "\n"
+    assert "give token ids, {'prompt_token_ids': [...]} or --prompt-ids" in (
+        run("generate", PROMPT, "--model", bare, *OPTIONS).err
+    )
 
 
 def test_json_is_one_object_with_python_names(path: str, run: Run) -> None:

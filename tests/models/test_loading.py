@@ -69,6 +69,38 @@ def test_a_weight_of_another_shape_is_refused(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_bigcode"])
+def test_layers_beyond_those_of_the_config_are_refused(family: str, tmp_path: Path) -> None:
+    """The model ran without its last layers, without a word."""
+    folder = Path(make_model(family, tmp_path))
+    edit(folder / "config.json", num_hidden_layers=2, n_layer=2, layer_types=None)
+    said = r"has 4 layers, and its config says num_hidden_layers 2: set it to 4 in config\.json"
+    with pytest.raises(ModelError, match=rf"checkpoint '.*{folder.name}' {said}"):
+        load(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> None:
+    """DeepSeek-V3 has one as its layer 61, which its class lists, smaller models say so."""
+    folder = Path(make_model("deepseek_v3", tmp_path))
+    weights = load_file(folder / "model.safetensors")
+    last = {k: v for k, v in weights.items() if k.startswith("model.layers.3.")}
+    assert last
+
+    def with_layer(number: int) -> None:
+        more = {k.replace(".3.", f".{number}.", 1): v.clone() for k, v in last.items()}
+        save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+
+    config = folder / "config.json"
+    edit(config, num_nextn_predict_layers=0)
+    with_layer(61)
+    load(folder, device="cpu")
+    with_layer(4)
+    with pytest.raises(ModelError, match="has 5 layers, and its config says num_hidden_layers 4"):
+        load(folder, device="cpu")
+    edit(config, num_nextn_predict_layers=1)
+    load(folder, device="cpu")
+
+
 def test_an_unsupported_family_is_refused_by_name(tmp_path: Path) -> None:
     config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -155,6 +187,23 @@ def test_a_pointer_to_weights_of_pytorch_is_named(checkpoint: Path) -> None:
         load(checkpoint)
     (checkpoint / "pytorch_model.bin").write_bytes(b"noise")
     with pytest.raises(ModelError, match=r"cannot be loaded: (?!pytorch_model)"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_tokenizer_is_named_with_the_remedy(
+    name: str, checkpoint: Path
+) -> None:
+    """The message named the folder alone, and told nothing that helps."""
+    file = checkpoint / name
+    file.write_bytes(file.read_bytes()[:-9])
+    said = rf"tokenizer of .*: {name} is damaged \(.*\): download or copy it again"
+    with pytest.raises(ModelError, match=said):
+        load(checkpoint)
+    with pytest.raises(ModelError, match=said):
+        load("tiny", tokenizer=checkpoint)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"{name} is a pointer of Git LFS: run `git lfs pull`"):
         load(checkpoint)
 
 

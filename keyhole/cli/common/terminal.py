@@ -200,6 +200,7 @@ class Interrupt:
 def answer(llm: LLM, sequence: Request, *, silent: bool = False) -> Result:
     """The result of a submitted request, printed as it is generated unless `silent`.
 
+    Its token ids are printed where the model has no tokenizer, at the end.
     After Ctrl-C its finish_reason is "abort". Raises the error that ended the request, if any.
     """
     result = None
@@ -209,7 +210,7 @@ def answer(llm: LLM, sequence: Request, *, silent: bool = False) -> Result:
         result = piece.result
     assert result is not None
     if not silent:
-        print()
+        print("" if llm.tokenizer is not None else ",".join(map(str, result.token_ids)))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's safetensors files cannot be read, and what helps.
+"""Which of a checkpoint's safetensors or tokenizer files cannot be read, and what helps.
 
 Of files of PyTorch only whether they are pointers of Git LFS: their own reader names other damage.
 """
@@ -15,6 +15,7 @@ from keyhole.errors import first_line
 _INDEX = "model.safetensors.index.json"
 _WHOLE, _PARTS = "model.safetensors", "model-*-of-*.safetensors"
 _PYTORCH = "pytorch_model*.bin"
+_TOKENIZER = ("*token*.json", "vocab*.json")
 #: The first bytes of a pointer file: what a clone without Git LFS has in place of the weights.
 _POINTER = b"version https://git-lfs"
 
@@ -37,6 +38,23 @@ def damage(folder: Path) -> str | None:
         return f"{_INDEX} is missing: download it"
     found = map(_of_file, files) if files else map(_of_pytorch, sorted(folder.glob(_PYTORCH)))
     return next((line for line in found if line is not None), None)
+
+
+def tokenizer_damage(folder: Path) -> str | None:
+    """The first file of a tokenizer that is no JSON, with the remedy; None if all can be read."""
+    files = {file for pattern in _TOKENIZER for file in folder.glob(pattern)}
+    return next((line for line in map(_of_json, sorted(files)) if line is not None), None)
+
+
+def _of_json(file: Path) -> str | None:
+    try:
+        pointer = _pointer(file)
+        if pointer is not None:
+            return pointer
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{file.name} is damaged ({first_line(error)}): download or copy it again"
+    return None
 
 
 def _of_pytorch(file: Path) -> str | None:
