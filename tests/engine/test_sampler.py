@@ -139,7 +139,7 @@ def test_nothing_ends_before_min_tokens(checkpoint: Path, temperature: float) ->
     for wrong, why in (
         ({"min_tokens": -1}, "min_tokens -1 must be at least 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 must be at most max_tokens 4"),
-        ({"min_tokens": 1, "grammar": 'start: "a"'}, "leave min_tokens out"),
+        ({"min_tokens": 1, "grammar": 'start: "a"'}, "does not go with a grammar"),
     ):
         with pytest.raises(ConfigError, match=why):
             SamplingParams(**wrong)

@@ -41,7 +41,7 @@ def damage(folder: Path) -> str | None:
 
 
 def tokenizer_damage(folder: Path) -> str | None:
-    """The first file of a tokenizer that is no JSON, with the remedy; None if all can be read."""
+    """The first file of a tokenizer that is not JSON, with the remedy; None if all can be read."""
     files = {file for pattern in _TOKENIZER for file in folder.glob(pattern)}
     return next((line for line in map(_of_json, sorted(files)) if line is not None), None)
 
