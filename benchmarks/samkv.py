@@ -11,13 +11,14 @@ existing cells again). If a cell lacks some methods, only these and `recompute` 
 same questions; their line is added to the cell. `--render` writes docs/samkv.md and its figures.
 Seeds count from 0.
 
-    python -m benchmarks.samkv --equal [--items 100] [--model tiny-hops]
+    python -m benchmarks.samkv --equal [--items 100] [--model tiny-hops|keyhole-scratch-1]
 
 measures methods at equal budgets instead, over shorter documents with the needed sentences anywhere
 in them, and adds whole cells to benchmarks/results/samkv-equal.jsonl: on each question,
 `multi_infllm` and random blocks keep as many tokens as SamKV, and `cacheblend` recomputes as many.
-With `--model tiny-hops` the needed sentences stand in the middle, first among unrelated ones, then
-in paragraphs about one name each, and lines go to benchmarks/results/samkv-hops.jsonl.
+With another model the needed sentences stand in the middle, first among unrelated ones, then in
+paragraphs about one name each, and lines go to benchmarks/results/samkv-hops.jsonl or
+samkv-scratch.jsonl.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -55,10 +56,36 @@ SHAPES = ("4x512", "8x512", "16x512", "4x1536")
 OUTPUT = benchmarks.results() / "samkv.jsonl"
 EQUAL_KINDS = ("one/anywhere", "two_hop/anywhere", "needs_each_other/anywhere")
 EQUAL_SHAPE = "4x320"
-EQUAL_OUTPUT = benchmarks.results() / "samkv-equal.jsonl"
-#: Of `tiny-hops`: a third part, `subjects`, for documents of paragraphs about one name each.
-HOPS_KINDS = (*KINDS[1::2], *(f"{kind}/subjects" for kind in KINDS[1::2]))
-HOPS_OUTPUT = benchmarks.results() / "samkv-hops.jsonl"
+#: A third part, `subjects`, is for documents of paragraphs about one name each.
+MIDDLE_KINDS = (*KINDS[1::2], *(f"{kind}/subjects" for kind in KINDS[1::2]))
+
+
+class MeasuredModel(NamedTuple):
+    """A model, and what is measured of it at equal budgets.
+
+    path: what LLM loads. comments: around its tables of docs/samkv.md.
+    """
+
+    path: str
+    kinds: tuple[str, ...]
+    output: Path
+    comments: tuple[str, str]
+
+
+MODELS = {
+    "tiny": MeasuredModel(
+        "tiny", EQUAL_KINDS, benchmarks.results() / "samkv-equal.jsonl", document_equal.TINY
+    ),
+    "tiny-hops": MeasuredModel(
+        "tiny-hops", MIDDLE_KINDS, benchmarks.results() / "samkv-hops.jsonl", document_equal.HOPS
+    ),
+    "keyhole-scratch-1": MeasuredModel(
+        str(benchmarks.ROOT / "recipes/tiny_model/keyhole-scratch-1"),
+        MIDDLE_KINDS,
+        benchmarks.results() / "samkv-scratch.jsonl",
+        document_equal.SCRATCH,
+    ),
+}
 # Three blocks of 64 would already be two fifths of 512 words.
 _BLOCK_SIZE = {320: 16, 512: 32}
 # The longest answer has thirteen words.
@@ -69,8 +96,8 @@ def main() -> None:
     """Reads the command line, measures and stores."""
     parser = command.parser(__doc__)
     parser.add_argument("--items", type=int, help="default: 200, and 100 with --equal")
-    parser.add_argument("--model", default="tiny", choices=("tiny", "tiny-hops"))
-    kinds = (*KINDS, *EQUAL_KINDS, *HOPS_KINDS[3:])
+    parser.add_argument("--model", default="tiny", choices=MODELS)
+    kinds = (*KINDS, *EQUAL_KINDS, *MIDDLE_KINDS[3:])
     parser.add_argument("--kinds", nargs="+", choices=kinds)
     parser.add_argument("--shapes", nargs="+")
     parser.add_argument("--equal", action="store_true", help="methods at equal budgets")
@@ -80,21 +107,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="add lines to this file instead")
     parser.add_argument("--render", action="store_true", help="only write the page")
     arguments = parser.parse_args()
-    equal, hops = arguments.equal, arguments.model == "tiny-hops"
-    if hops and not equal:
-        parser.error("--model tiny-hops is measured at equal budgets only; add --equal")
-    equal_output = HOPS_OUTPUT if hops else EQUAL_OUTPUT
+    equal, model = arguments.equal, MODELS[arguments.model]
+    if arguments.model != "tiny" and not equal:
+        parser.error(f"--model {arguments.model} is measured at equal budgets only; add --equal")
     arguments.items = arguments.items or (100 if equal else 200)
-    arguments.output = arguments.output or (equal_output if equal else OUTPUT)
+    arguments.output = arguments.output or (model.output if equal else OUTPUT)
     if not arguments.render:
         # Times are reported relative to recompute.
         names = ("recompute", *arguments.methods)
         variants = {name: variant for name, variant in METHODS.items() if name in names}
         if arguments.ablation:
             variants |= ABLATION
-        usual = (HOPS_KINDS if hops else EQUAL_KINDS) if equal else KINDS
+        usual = model.kinds if equal else KINDS
         with tempfile.TemporaryDirectory() as folder:
-            llm = LLM(arguments.model, device="cpu", prefix_cache=False, documents=folder)
+            llm = LLM(model.path, device="cpu", prefix_cache=False, documents=folder)
             for shape in arguments.shapes or ((EQUAL_SHAPE,) if equal else SHAPES):
                 for kind in arguments.kinds or usual:
                     if equal:
@@ -103,8 +129,8 @@ def main() -> None:
                         _cell(llm, kind, shape, variants, arguments)
     docs = benchmarks.ROOT / "docs"
     page.write(page.stored(OUTPUT), docs)
-    document_equal.write(document_equal.stored(EQUAL_OUTPUT), docs)
-    document_equal.write(document_equal.stored(HOPS_OUTPUT), docs, document_equal.HOPS)
+    for model in MODELS.values():
+        document_equal.write(document_equal.stored(model.output), docs, model.comments)
 
 
 def _cell(

@@ -14,10 +14,10 @@ from benchmarks.document_reuse.page import PAGE, Line, Lines, between
 from keyhole.eval.comparisons import gain, wilson
 
 #: The comments around the tables of each model.
-TINY, HOPS = (
+TINY, HOPS, SCRATCH = (
     (f"<!-- equal budgets{of}: python -m benchmarks.samkv --render -->\n",
      f"<!-- end of equal budgets{of} -->")
-    for of in ("", " of tiny-hops")
+    for of in ("", " of tiny-hops", " of keyhole-scratch-1")
 )  # fmt: skip
 
 _HEADS = {

@@ -152,12 +152,9 @@ def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
     text = (benchmarks.ROOT / "docs" / document_page.PAGE).read_text()
     assert document_page.inserted(text, document_page.render(lines)) == text
-    for output, comments in (
-        (samkv.EQUAL_OUTPUT, document_equal.TINY),
-        (samkv.HOPS_OUTPUT, document_equal.HOPS),
-    ):
-        tables = document_equal.render(document_equal.stored(output))
-        assert document_page.between(text, *comments, tables) == text
+    for model in samkv.MODELS.values():
+        tables = document_equal.render(document_equal.stored(model.output))
+        assert document_page.between(text, *model.comments, tables) == text
 
 
 def test_another_model_is_measured_at_equal_budgets_only(
