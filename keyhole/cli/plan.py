@@ -3,8 +3,9 @@
 No weights are loaded. Layers that do not fit are offloaded (to RAM or disk), the last one first,
 and keep a buffer of token_budget tokens in memory. With --policy, the plan is that of LLM(policy,
 offload=FOLDER) with the same --memory or --total-memory: it includes the data of the policy and its
-retrieval head, and layers that the policy reads in full stay in memory. On a GPU (--device cuda),
-total memory excludes the CUDA context, and one more request is counted if steps are recorded.
+retrieval head, and layers that the policy reads in full stay in memory; if it refuses offload, all
+do. On a GPU (--device cuda), total memory excludes the CUDA context, and one more request is counted
+if steps are recorded.
 """
 
 from __future__ import annotations
@@ -194,7 +195,10 @@ def _under_policy(
     has_budget = hasattr(make_policy(name), "token_budget")
     budget = {"token_budget": settings.token_budget} if has_budget else {}
     policy = make_policy(name, budget).resolve(geometry)
-    layers = allocation.movable(geometry, policy)
+    try:
+        layers = allocation.movable(geometry, policy)
+    except ConfigError:  # such an engine runs without offload
+        layers = ()
     for wanted, place in ((policy.wants_head, HEAD_FOLDER), (policy.wants_gate, GATE_FOLDER)):
         if wanted and (shape.folder / place).is_dir():
             folder = Folder.open(shape.folder / place)
@@ -291,9 +295,11 @@ def _text(
     )
     row_bytes = plan.model.token_bytes
     cache = bytes_text(plan.cache_memory)
-    thresholds = ", ".join(f"{length:,}" for length in plan.thresholds)
+    count = len(plan.model.order)  # those that may be offloaded
+    thresholds = ", ".join(f"{length:,}" for length in plan.thresholds[: count + 1])
     wrapped = textwrap.fill(thresholds, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     under = "" if settings.policy is None else f", {settings.policy}"
+    offloaded = f"0 to {count} layers" if count else "no layer"
     stored = "" if settings.kv_dtype == "auto" else f", keys and values in {settings.kv_dtype}"
     return (
         f"{_title(plan, shape)}\n"
@@ -301,7 +307,7 @@ def _text(
         f"{shape.num_parameters:,} weights counted from {shape.counted_from}\n"
         f"{fixed}; a token {bytes_text(row_bytes)}\n"
         f"left for the KV cache {cache}{_as_given(plan, settings)}\n\n"
-        f"maximum context with 0 to {len(plan.model.layers)} layers offloaded:\n{wrapped}\n\n"
+        f"maximum context with {offloaded} offloaded:\n{wrapped}\n\n"
         f"{terminal.table(_HEADS, [_cells(row, plan) for row in plan.rows(lengths)], left=0)}\n"
     )
 

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+import keyhole
+from keyhole import LLM
 from keyhole.bench.settings import SHAPES
+from keyhole.errors import ConfigError
 from keyhole.planner import MemoryModel
+from keyhole.policies import available_policies
 from tests.checkpoints import make_config
 from tests.cli.conftest import Run
 
@@ -116,6 +120,22 @@ def test_layers_with_a_window_stay_resident(run: Run, tmp_path: Path) -> None:
     found = json.loads(ran.out)
     assert found["order"] == [3, 1]
     assert len(found["thresholds"]) == 5
+
+
+@pytest.mark.parametrize("policy", available_policies())
+def test_every_policy_is_planned_also_where_an_engine_refuses_offload(
+    policy: str, run: Run, tmp_path: Path
+) -> None:
+    try:
+        LLM(keyhole.tiny(), device="cpu", policy=policy, memory=2**24, offload=str(tmp_path))
+    except ConfigError:
+        offloads = False
+    else:
+        offloads = True
+    ran = run("plan", "--total-memory", "40MiB", "--policy", policy, "--lengths", "1024")
+    assert ran.status == 0, ran.err
+    assert ("maximum context with no layer offloaded:" in ran.out) != offloads
+    assert ran.out.splitlines()[-2].split()[:3] == ["1,024", "6", "0"]
 
 
 def test_one_length_can_be_drawn(llama: str, run: Run, tmp_path: Path) -> None:
