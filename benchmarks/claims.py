@@ -175,14 +175,16 @@ PARTS |= {
     for name, flags in _HOPS_TERMS.items()
 }
 PARTS |= {
-    HOPS + name: ClaimPart(
-        flags=["--model", "tiny-hops", *flags], places=places, samples=HOPS_SAMPLES
+    prefix + name: ClaimPart(flags=["--model", model, *flags], places=places, samples=HOPS_SAMPLES)
+    for prefix, model, places in (
+        (HOPS, "tiny-hops", HOPS_FEW_PLACES),
+        # With layer 3 sparse no selection answers `tiny_walk2`.
+        (SCRATCH, SCRATCH_MODEL, {("tiny_derive", "prompt"): (1024,)}),
     )
-    for name, places, flags in (
-        ("recency", HOPS_FEW_PLACES, ["--policies", _delta()]),
+    for name, flags in (
+        ("recency", ["--policies", _delta()]),
         (
             "lists",
-            HOPS_FEW_PLACES,
             [
                 *("--terms", "equal", "--budgets", "1/8,1/4,1/16"),
                 *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),

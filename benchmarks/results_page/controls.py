@@ -31,18 +31,15 @@ FILES = (
         "tell": "can-tell.jsonl",
     }
     | {
-        HOPS + name: f"{HOPS}{name}.jsonl"
+        prefix + name: f"{prefix}{name}.jsonl"
+        for prefix in (HOPS, SCRATCH)
         for name in (
             *("equal", "tuned", "published", "recency"),
             *("placements", "calibration", "attention"),
         )
     }
-    | {
-        SCRATCH + name: f"{SCRATCH}{name}.jsonl"
-        for name in ("equal", "tuned", "published", "placements", "calibration")
-    }
     # Its other form is a method of the comparison at equal terms, with the same controls.
-    | {HOPS + "lists": f"{HOPS}equal.jsonl"}
+    | {prefix + "lists": f"{prefix}equal.jsonl" for prefix in (HOPS, SCRATCH)}
 )
 #: Title and explanation of each comparison, in the order of the page.
 TERMS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results_page.controls import HOPS, TERMS
+from benchmarks.results_page.controls import HOPS, SCRATCH, TERMS
 from keyhole.drawing import picture
 from keyhole.errors import ConfigError
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT
@@ -21,7 +21,7 @@ from keyhole.eval.report.plot_style import MethodStyle, method_styles
 
 #: Task of the answers whose lengths are shown, and the budget that each model has at the longest.
 _TASK = "tiny_derive"
-_LENGTHS = {"equal": 128, HOPS + "equal": 512}
+_LENGTHS = {"equal": 128, HOPS + "equal": 512, SCRATCH + "equal": 512}
 _CONTROLS = (RECENT, RANDOM, ORACLE)
 #: Size of a panel in inches, and panels per row.
 _PANEL, _PANELS_ACROSS = (3.5, 2.7), 3
@@ -33,8 +33,8 @@ def names(lines: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     found = {name: f"claims-{name}.png" for name in every if lines.get(name)}
     for name in _LENGTHS:
         if shown(lines, name):
-            hops = HOPS if name.startswith(HOPS) else ""
-            found[f"{hops}lengths"] = f"{hops}answer-lengths.png"
+            model = name.removesuffix("equal")
+            found[f"{model}lengths"] = f"{model}answer-lengths.png"
     return found
 
 

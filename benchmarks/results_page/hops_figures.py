@@ -1,4 +1,4 @@
-"""The figures of DELTA's and SpeContext's papers on `tiny-hops`, for docs/results.md.
+"""DELTA's and SpeContext's figures on `tiny-hops` and `keyhole-scratch`, for docs/results.md.
 
 DELTA's table 1, its layers and figure 4; SpeContext's figures 5a and 6b. The lines are those of the
 parts of `benchmarks.claims`, of `benchmarks.paper.placements`, and of the suite `attention`.
@@ -38,16 +38,12 @@ from keyhole.policies.selection_layers import place_by_error, place_by_recall, p
 _Lines = Mapping[str, Sequence[Line]]
 #: Length and budget of the answers whose lengths are counted.
 _ANSWERS = ("tiny_derive", 4096, 512)
-#: Title of the section on DELTA's selection layers, and why it has these tasks.
-_PLACED = {
-    HOPS: (
-        "DELTA: where its layers select (section 5 of its paper)",
-        "the other tasks need no look-up behind layer 2.",
-    ),
-    SCRATCH: (
-        "DELTA: where its layers select in `keyhole-scratch`",
-        "the two tasks that can tell methods apart.",
-    ),
+#: After the titles of each model's sections.
+_ON = {HOPS: "", SCRATCH: ", on `keyhole-scratch`"}
+#: Why DELTA's selection layers have these tasks.
+_WHY_PLACED = {
+    HOPS: "the other tasks need no look-up behind layer 2.",
+    SCRATCH: "the two tasks that can tell methods apart.",
 }
 #: Steps between two selections that are compared.
 _STEPS = (1, 4, 16, 64)
@@ -56,12 +52,14 @@ _STEPS = (1, 4, 16, 64)
 def sections(lines: _Lines, pictures: Mapping[str, str]) -> list[str]:
     """The sections that have lines; pictures: by name."""
     parts = []
-    if own := lines.get(HOPS + "recency"):
-        parts += recency_section(own)
-    parts += _placements(lines, HOPS) + _placements(lines, SCRATCH)
-    parts += _answers(lines.get(HOPS + "equal", ()), pictures)
-    parts += _lists(lines.get(HOPS + "lists", ()))
-    return parts + _attention(lines.get(HOPS + "attention", ()))
+    for prefix, on in _ON.items():
+        if own := lines.get(prefix + "recency"):
+            parts += recency_section(own, on)
+        parts += _placements(lines, prefix)
+        parts += _answers(lines.get(prefix + "equal", ()), pictures.get(prefix + "lengths"), on)
+        parts += _lists(lines.get(prefix + "lists", ()), on)
+        parts += _attention(lines.get(prefix + "attention", ()), on)
+    return parts
 
 
 def _placements(lines: _Lines, prefix: str) -> list[str]:
@@ -69,18 +67,17 @@ def _placements(lines: _Lines, prefix: str) -> list[str]:
     own, calibrated = lines.get(prefix + "placements", ()), lines.get(prefix + "calibration", ())
     if not own or not calibrated:
         return []
-    title, why = _PLACED[prefix]
     tasks = dict.fromkeys(str(line["task"]) for line in own)
     place = own[0]
     return [
-        f"### {title}",
+        f"### DELTA: where its layers select (section 5 of its paper){_ON[prefix]}",
         paragraph(
             "The paper places selection layers by a calibration, where attention shifts most from "
             "one layer to the next. Here layer 0 is dense, layer 1 selects, and one or two layers "
             "more select for those behind them; they read everything, and so they do in the "
             f"controls. {place['length']:,} tokens, a budget of {own[-1]['budget']}, "
-            f"{place['samples']} samples; {why} Gains on the newest and on random tokens in "
-            "points, with Newcombe's intervals and McNemar's p."
+            f"{place['samples']} samples; {_WHY_PLACED[prefix]} Gains on the newest and on "
+            "random tokens in points, with Newcombe's intervals and McNemar's p."
         ),
         *(
             part
@@ -165,7 +162,7 @@ def _calibrations(lines: Sequence[Line]) -> list[str]:
 _CRITERIA = {"shift": "shift (the paper's)", "mass": "attention kept, %", "error": "error, %"}
 
 
-def _answers(lines: Sequence[Line], pictures: Mapping[str, str]) -> list[str]:
+def _answers(lines: Sequence[Line], picture: str | None, on: str) -> list[str]:
     """How many answers are longer and shorter than what was asked for, by method."""
     own = [
         line
@@ -188,7 +185,7 @@ def _answers(lines: Sequence[Line], pictures: Mapping[str, str]) -> list[str]:
     task, length, budget = _ANSWERS
     asked = full["answer_lengths"][0]
     return [
-        "### How long answers get (figure 4 of DELTA's paper, left)",
+        f"### How long answers get (figure 4 of DELTA's paper, left){on}",
         paragraph(
             f"Derivations (`{task}`) of {length:,} tokens at equal terms and a budget of "
             f"{budget}, {full['samples']} samples. The right answer has {asked:,} tokens; an "
@@ -196,7 +193,7 @@ def _answers(lines: Sequence[Line], pictures: Mapping[str, str]) -> list[str]:
             "longer than those of full attention, and those of other methods are:"
         ),
         written(["", "right, %", "longer, %", "shorter, %", "mean tokens"], rows),
-        *image(pictures.get(HOPS + "lengths"), "Distribution of the lengths of answers"),
+        *image(picture, "Distribution of the lengths of answers"),
         source(own),
     ]
 
@@ -207,7 +204,7 @@ def _of(count: int, samples: int) -> str:
     return f"{100 * count / samples:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _lists(lines: Sequence[Line]) -> list[str]:
+def _lists(lines: Sequence[Line], on: str) -> list[str]:
     """SpeContext's list per KV head against one list, where both were measured."""
     own = [
         line
@@ -224,7 +221,7 @@ def _lists(lines: Sequence[Line]) -> list[str]:
         return []
     measured = [line for line in own if line["policy"] == "spe_context"]
     return [
-        "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
+        f"### SpeContext: a list for each KV head, or one for all (figure 5a of its paper){on}",
         paragraph(
             "Equal terms, the head that is pruned from the model's draft; only the lists differ. "
             "The paper finds more hits with lists per head."
@@ -234,7 +231,7 @@ def _lists(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _attention(lines: Sequence[Line]) -> list[str]:
+def _attention(lines: Sequence[Line], on: str) -> list[str]:
     """Figure 5a by the attention that is kept, and figure 6b, from teacher-forced derivations."""
     losses = [line for line in lines if line["measured"] == LOSS and line["weights"] == TRAINED]
     tops = {
@@ -247,7 +244,7 @@ def _attention(lines: Sequence[Line]) -> list[str]:
     about = losses[0]
     place = f"{about['samples']} derivations of {about['length']:,} tokens"
     return [
-        "### SpeContext: what its lists keep, and how much of them repeats (figures 5a and 6b)",
+        f"### SpeContext: what its lists keep, and how often they repeat (figures 5a and 6b){on}",
         paragraph(
             f"{place}, fed word by word under full attention, equal terms. Share of the attention "
             "of the layers that are not dense on the tokens of each list, %, means over texts "

@@ -73,10 +73,10 @@ def by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> l
     return parts
 
 
-def recency_section(own: Sequence[Line]) -> list[str]:
-    """DELTA's window by budget; own: the lines of one model."""
+def recency_section(own: Sequence[Line], on: str = "") -> list[str]:
+    """DELTA's window by budget; own: the lines of one model, which `on` adds to the title."""
     return [
-        "### DELTA: newest pages by budget (table 1 of its paper)",
+        f"### DELTA: newest pages by budget (table 1 of its paper){on}",
         paragraph(
             "Layer 0 is dense and layer 1 selects, so DELTA's selection has to find the "
             "facts. Right answers in percent with 95 % intervals. A budget is divided "
