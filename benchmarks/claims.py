@@ -1,11 +1,11 @@
-"""Methods and their controls on the bundled models: the first part of docs/results.md.
+"""Methods and their controls on the bundled models, for docs/results/.
 
     python -m benchmarks.claims [--parts equal tuned published recency lists] [--dry-run]
     python -m benchmarks.claims --render
 
 A part is a list of `keyhole eval` commands with one file in benchmarks/results/. A command skips
 what the file already has, so an interrupted run resumes when it is called again.
-`--render` writes the page and its figures from the stored lines. Each process uses one core
+`--render` writes the pages and its figures from the stored lines. Each process uses one core
 (OMP_NUM_THREADS=1), so parts may run in parallel.
 """
 
@@ -203,11 +203,11 @@ PARTS |= {
 
 
 def main() -> None:
-    """Runs the commands of the requested parts, then writes the page."""
+    """Runs the commands of the requested parts, then writes the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
     parser.add_argument("--dry-run", action="store_true", help="only show the commands")
-    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--render", action="store_true", help="only write the pages")
     arguments = parser.parse_args()
     for name in () if arguments.render else arguments.parts:
         for command in PARTS[name].commands(FILES[name]):

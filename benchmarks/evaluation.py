@@ -9,7 +9,7 @@ Cells run in the order of PARTS, first those that the discussion needs, with the
 eval`. A finished cell adds a line to benchmarks/results/evaluation.jsonl, so the same command
 resumes an interrupted run; after `--hours` it stops between two cells. `--errors` then finds the
 first wrong word of answers that full attention gets right, and what the step that wrote it had read
-(evaluation-errors.jsonl). `--render` writes this part of docs/results.md and its figures from the
+(evaluation-errors.jsonl). `--render` writes the pages of docs/results/ and their figures from the
 stored lines. Times are CPU time of one core (OMP_NUM_THREADS=1).
 """
 

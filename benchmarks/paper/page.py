@@ -1,4 +1,4 @@
-"""The papers' headline settings in docs/results.md: targets and results."""
+"""The papers' headline settings in docs/results/speed.md: targets and results."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Each is a setting of one of our benchmarks, with random weights of the right shape. A target is a
 ratio of speeds within one run: `of` should be at least `wanted` times as fast as `by`.
 `benchmarks.paper.setting` measures them, `python -m benchmarks.headlines` is the command, and
-docs/results.md lists those that are unmeasured.
+docs/results/speed.md lists those that are unmeasured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SpeedTarget:
 @dataclass(frozen=True, kw_only=True)
 class Headline:
     """One setting. source: where it is from; about: a description. theirs: peers that are not
-    among the settings. note: a remark on its targets in docs/results.md.
+    among the settings. note: a remark on its targets in docs/results/speed.md.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The part of docs/results.md about right answers and their cost, between two comments.
+"""The pages of docs/results/ about right answers and their cost.
 
 `python -m benchmarks.evaluation --render` writes it from the stored lines; a cell that was not
 measured is a dash in a table and white in a figure.
@@ -26,22 +26,24 @@ from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.plot_style import NOTHING
 
-PAGE = "results.md"
+FOLDER = "results"
 LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"
+#: Before the names of a model's parts -> the model.
+_MODELS = {"": "tiny", controls.HOPS: "tiny-hops", controls.SCRATCH: "keyhole-scratch"}
 #: The budget and length at which each policy's configuration is shown.
 _SHOWN = (256, 2048)
-BEGIN = "<!-- evaluation: python -m benchmarks.evaluation --render -->\n"
-END = "<!-- end of evaluation -->\n"
+_WRITTEN_BY = (
+    "<!-- Written by `python -m benchmarks.evaluation --render`; measure again instead. -->"
+)
 
 
 def write(results: Path, docs: Path) -> None:
-    """Rewrites this part of the page and its figures; results: the folder of the lines."""
-    page, lines, errors = docs / PAGE, stored(results / LINES), stored(results / ERRORS)
+    """Rewrites these pages and their figures; results: the folder of the lines."""
+    lines, errors = stored(results / LINES), stored(results / ERRORS)
     scope = stored(results / SCOPE)
     claims = {name: stored(results / file) for name, file in controls.FILES.items()}
-    head, rest = page.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    page.write_text(f"{head}{BEGIN}{render(lines, errors, scope, claims)}{END}{tail}")
+    for name, text in pages(lines, errors, scope, claims).items():
+        (docs / FOLDER / name).write_text(text)
     latest = results_errors.latest(errors)
     controls_pictures.write(claims, docs / "images")
     results_pictures.write(measured(lines), latest, docs / "images", newest([*lines, *errors]))
@@ -65,24 +67,48 @@ def measured(lines: Sequence[Line]) -> list[Cell]:
     return [named(cell) for cell in cells(lines) if cell.place.task in ASKED]
 
 
-def render(
+def pages(
     lines: Sequence[Line],
-    errors: Sequence[Line],
+    errors: Sequence[Line] = (),
     scope: Sequence[Line] = (),
     claims: Mapping[str, Sequence[Line]] | None = None,
-) -> str:
-    """The whole part; empty without lines.
+) -> dict[str, str]:
+    """File -> text of the pages that have lines.
 
     scope: the lines for `scope`. claims: the lines for `controls`, by part.
     """
+    claims = claims or {}
+    pictures = controls_pictures.names(claims)
+    about = [
+        *results_scope.section(scope),
+        *bundled_models.tasks_section(claims.get("tell", ())),
+        *bundled_models.layers_section(claims.get("layers", ())),
+    ]
+    found = {"scope.md": ("What the models can and cannot tell", about)}
+    for prefix, page in controls.PAGES.items():
+        parts = controls.sections(page.terms, claims, pictures)
+        if prefix:
+            parts += hops_figures.sections(claims, pictures, prefix)
+        else:
+            parts += variations.sections(claims, pictures)
+        intro = [paragraph(page.about)] if parts else []
+        name = f"{_MODELS[prefix]}.md"
+        found[name] = page.title, [*intro, *parts]
+    if lines:
+        title = f"Configurations as of {month(newest(lines))}"
+        found["configurations.md"] = title, _configurations(lines, errors)
+    return {
+        name: "\n\n".join([f"{_WRITTEN_BY}\n\n# {title}", *parts]) + "\n"
+        for name, (title, parts) in found.items()
+        if parts
+    }
+
+
+def _configurations(lines: Sequence[Line], errors: Sequence[Line]) -> list[str]:
+    """What was measured before there were controls."""
     found, errors = measured(lines), results_errors.latest(errors)
-    if not found:
-        return ""
     pictures = results_pictures.names(found, errors)
     parts = [
-        *results_scope.section(scope),
-        *_controls(claims or {}),
-        f"## Configurations as of {month(newest(lines))}",
         paragraph(
             f"{len(found)} cells, measured before there were controls. Dense layers, windows "
             "and tuning are **unequal**: the tables compare these configurations, not their "
@@ -91,7 +117,7 @@ def render(
         *_unequal(found),
         paragraph(
             "The same samples for every policy, greedily, with the code of `keyhole eval` "
-            "([evaluation.md](evaluation.md) says what is counted). A length is that of prompt and "
+            "([evaluation](../evaluation.md) says what is counted). A length is that of prompt and "
             "answer together; a budget is the number of tokens that a step may read in a sparse "
             "layer. An answer counts as right only if every word is. Columns are budgets, each "
             f"after its length; {NOTHING} was not measured."
@@ -102,21 +128,7 @@ def render(
         if own := of_task(found, task):
             parts += _task(task, own, pictures.pareto.get(task))
     parts += adaptive.section(found)
-    parts += results_errors.section(errors, pictures.maps)
-    return "\n\n".join([*parts, _about(lines)]) + "\n\n"
-
-
-def _controls(claims: Mapping[str, Sequence[Line]]) -> list[str]:
-    pictures = controls_pictures.names(claims)
-    parts = controls.section(claims, pictures)
-    parts += variations.sections(claims, pictures)
-    return [
-        *parts,
-        *controls.hops_section(claims, pictures),
-        *bundled_models.tasks_section(claims.get("tell", ())),
-        *bundled_models.layers_section(claims.get("layers", ())),
-        *hops_figures.sections(claims, pictures),
-    ]
+    return [*parts, *results_errors.section(errors, pictures.maps), _about(lines)]
 
 
 def _unequal(found: Sequence[Cell]) -> list[str]:
@@ -150,7 +162,7 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
     asked = ASKED[task]
     caption = f"Right answers against bytes read per step, by configuration: {asked.title.lower()}"
     return [
-        f"### {asked.title} (`{task}`)",
+        f"## {asked.title} (`{task}`)",
         paragraph(f"{asked.about} {_samples(own)}"),
         "Right answers, %:",
         _table(own, lambda cell, _: percent(cell.score)),

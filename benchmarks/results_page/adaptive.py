@@ -1,4 +1,4 @@
-"""The section on adaptive budgets in docs/results.md, from the stored lines."""
+"""The section on adaptive budgets in docs/results/, from the stored lines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def section(found: Sequence[Cell]) -> list[str]:
         f" In {cheaper} of {len(own)} a fixed budget has as many right answers for fewer bytes."
     )
     return [
-        "### Adaptive budgets",
+        "## Adaptive budgets",
         paragraph(
             "With the setting `recall` a policy reads only as many tokens as hold that share of "
             "its scores: here from about a sixteenth to a half of the length. *Gain on fixed* is "

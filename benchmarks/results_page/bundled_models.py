@@ -1,4 +1,4 @@
-"""Sections of docs/results.md on the bundled models themselves: which tasks can tell, which layers.
+"""Sections of docs/results/ on the bundled models themselves: which tasks can tell, which layers.
 
 A task can tell methods apart if full attention and the oracle, which knows the attention, are
 right, and the newest tokens and random ones are not. A layer looks something up if answers are
@@ -33,7 +33,7 @@ def tasks_section(lines: Sequence[Line]) -> list[str]:
         return []
     line = next(iter(whole.values()))[ORACLE]
     return [
-        "### Which tasks can tell",
+        "## Which tasks can tell",
         paragraph(
             "The budget is an eighth of the length, and the first two layers are dense. A task "
             f"tells how well a method selects if at least {percent(_LEAST)} % are right with full "
@@ -92,7 +92,7 @@ def layers_section(lines: Sequence[Line]) -> list[str]:
         rows.append([f"`{model}`", f"`{task}`", *map(percent, scores)])
     line = next(line for line in lines if line["budget"])
     return [
-        "### Which layers look something up",
+        "## Which layers look something up",
         paragraph(
             f"One layer at a time reads {line['budget']} of {line['length']:,} tokens, the first "
             "and the newest ones, and all others read everything. Right answers, %, by the number "

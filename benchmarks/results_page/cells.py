@@ -1,4 +1,4 @@
-"""The evaluation grid of docs/results.md: finds, names and compares its cells."""
+"""The evaluation grid of docs/results/: finds, names and compares its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section on methods and their controls in docs/results.md: separate tables per terms.
+"""Methods and their controls in docs/results/, a page per model: separate tables per terms.
 
 The lines are those of `keyhole eval --controls`, in one file per part; `python -m
 benchmarks.claims` measures them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.results_page.cells import ASKED, FULL, PageTask
 from benchmarks.results_page.text import image, paragraph, percent, written
@@ -41,6 +41,8 @@ FILES = (
     # Its other form is a method of the comparison at equal terms, with the same controls.
     | {prefix + "lists": f"{prefix}equal.jsonl" for prefix in (HOPS, SCRATCH)}
 )
+#: Anchor of the section on DELTA's selection layers.
+_PLACED_AT = "delta-where-its-layers-select-section-5-of-its-paper"
 #: Title and explanation of each comparison, in the order of the page.
 TERMS = {
     "equal": (
@@ -87,14 +89,50 @@ _HOPS_TERMS = {
 }
 _SCRATCH_TERMS = {
     SCRATCH + "equal": (
-        "Equal terms on `keyhole-scratch`",
-        "The terms are those of the table at equal terms above, for a model that learned where it "
-        "looks things up from random weights. At the four places of 2,048 and 4,096 words an "
-        "eighth of the text can tell methods apart. The retrieval head of `spe_context` is pruned "
-        "from its draft.",
+        "Equal terms",
+        "The terms are those of [`tiny-hops`](tiny-hops.md#equal-terms). At the four places of "
+        "2,048 and 4,096 words an eighth of the text can tell methods apart. The retrieval head "
+        "of `spe_context` is pruned from the model's draft.",
     ),
-    SCRATCH + "tuned": ("Tuned on `keyhole-scratch`", _HOPS_TERMS[HOPS + "tuned"][1]),
-    SCRATCH + "published": ("As published on `keyhole-scratch`", TERMS["published"][1]),
+    SCRATCH + "tuned": _HOPS_TERMS[HOPS + "tuned"],
+    SCRATCH + "published": TERMS["published"],
+}
+_READING = "[How to read the tables](index.md#controls-intervals-and-tests)."
+
+
+class ModelPage(NamedTuple):
+    """A page of docs/results/: a model, and the terms of its comparisons."""
+
+    title: str
+    about: str
+    terms: Mapping[str, tuple[str, str]]
+
+
+#: Before the names of a model's parts -> its page.
+PAGES = {
+    "": ModelPage(
+        "Methods and their controls on `tiny`",
+        "The first bundled model: 6 layers, of which [layers 0 to 2 look everything "
+        f"up](scope.md#what-tiny-can-and-cannot-tell). {_READING}",
+        TERMS,
+    ),
+    HOPS: ModelPage(
+        "Methods and their controls on `tiny-hops`",
+        "The second bundled model has 8 layers, and in one of its tasks layers 3 and 4 look up "
+        "what earlier ones have found. With layers 0 and 1 dense and an eighth of the text, "
+        "neither the newest nor random tokens answer anything in these tasks, and the oracle "
+        "choice nearly everything: **here a method is right only if it selects well in the "
+        f"other layers**. {_READING}",
+        _HOPS_TERMS,
+    ),
+    SCRATCH: ModelPage(
+        "Methods and their controls on `keyhole-scratch`",
+        "A model of 8 layers that learned from random weights where it looks things up. It is "
+        "in `recipes/tiny_model` of a clone, and not in the package. The order of methods "
+        "depends on task and budget, and `tiny_walk2` needs layer 3 to be dense rather than a "
+        f"selection ([below](#{_PLACED_AT})). {_READING}",
+        _SCRATCH_TERMS,
+    ),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
 OUTSIDE, EXTRA = "outside_budget", "extra"
@@ -132,60 +170,16 @@ _Key = tuple[int, int]
 _Text = Callable[[Line, Comparison | None], str]
 
 
-def section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
-    """The tables of all terms with lines; pictures: their figures, by name."""
-    parts = _all_terms(TERMS, lines, pictures)
-    if not parts:
-        return []
-    return [
-        "## Methods and their controls",
-        paragraph(
-            "Three controls keep a method's dense layers, its first tokens and its budget. In "
-            "all other layers, *recent* reads the newest tokens, *random* reads tokens drawn "
-            "at random, and *oracle* reads those of the largest true attention weight. A "
-            "method's gain over its own recent control is what its selection is worth; the "
-            "distance to the oracle is what a better selection could still gain. If the recent "
-            "control is within 5 points of full attention, the task cannot tell methods apart "
-            "at this length and budget, and they are not ranked there. Intervals are Wilson's "
-            "for a share and Newcombe's for a paired difference, at 95 %; p is that of "
-            "McNemar's exact test. A gain in bold is significant at 5 % for the whole table "
-            f"(Holm). {NOTHING} means not measured; {EXTRA!r} means that a method reads tokens "
-            "that its budget does not count and its controls do not have, so no gain can be "
-            "given. Step times were measured on a machine with other work."
-        ),
-        *parts,
-    ]
-
-
-def hops_section(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -> list[str]:
-    """The same tables for `tiny-hops`, whose later layers look things up, too."""
-    parts = _all_terms(_HOPS_TERMS, lines, pictures)
-    if not parts:
-        return []
-    return [
-        "## Methods and their controls on `tiny-hops`",
-        paragraph(
-            "The second bundled model has 8 layers, and in one of its tasks layers 3 and 4 look up "
-            "what earlier ones have found. With layers 0 and 1 dense and an eighth of the text, "
-            "neither the newest nor random tokens answer anything in these tasks, and the oracle "
-            "choice nearly everything: **here a method is right only if it selects well in the "
-            "other layers**. Controls, intervals and tests are those of the section above."
-        ),
-        *parts,
-        *_all_terms(_SCRATCH_TERMS, lines, pictures),
-    ]
-
-
-def _all_terms(
+def sections(
     terms: Mapping[str, tuple[str, str]],
     lines: Mapping[str, Sequence[Line]],
     pictures: Mapping[str, str],
 ) -> list[str]:
-    """The comparisons of these terms that have lines."""
+    """The comparisons of these terms that have lines; pictures: their figures, by name."""
     parts = []
     for name, (title, about) in terms.items():
         if own := lines.get(name):
-            parts += [f"### {title}", paragraph(about)]
+            parts += [f"## {title}", paragraph(about)]
             for task in (task for task in TASKS if any(line["task"] == task for line in own)):
                 parts += _task(task, [line for line in own if line["task"] == task])
             caption = f"Right answers against bytes read per step, {title.lower()}"
@@ -239,7 +233,7 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
 
     details = comparisons.controls_table(_sorted(lines), [])
     return [
-        f"#### {asked.title} (`{task}`)",
+        f"### {asked.title} (`{task}`)",
         paragraph(f"{asked.about} {shown} samples in a cell. Columns: length, then budget."),
         "Right answers, %:",
         _table(lines, keys, beside, right, with_controls=True),

@@ -1,4 +1,4 @@
-"""The section on wrong answers in docs/results.md: what was read for the first wrong word."""
+"""The section on wrong answers in docs/results/: what was read for the first wrong word."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def section(lines: Sequence[Line], picture: str | None) -> list[str]:
     there = {line["method"] for line in lines}
     hidden = [f"- `{name}`: {text}" for name, text in _HIDDEN.items() if name in there]
     return [
-        "### Where a configuration fails",
+        "## Where a configuration fails",
         paragraph(
             "Answers that full attention has right and a policy has wrong, at an eighth of the "
             "length, up to their first wrong word. *Copied*: the word repeats an earlier "

@@ -1,4 +1,4 @@
-"""DELTA's and SpeContext's figures on `tiny-hops` and `keyhole-scratch`, for docs/results.md.
+"""DELTA's and SpeContext's figures on `tiny-hops` and `keyhole-scratch`, for docs/results/.
 
 DELTA's table 1, its layers and figure 4; SpeContext's figures 5a and 6b. The lines are those of the
 parts of `benchmarks.claims`, of `benchmarks.paper.placements`, and of the suite `attention`.
@@ -38,8 +38,6 @@ from keyhole.policies.selection_layers import place_by_error, place_by_recall, p
 _Lines = Mapping[str, Sequence[Line]]
 #: Length and budget of the answers whose lengths are counted.
 _ANSWERS = ("tiny_derive", 4096, 512)
-#: After the titles of each model's sections.
-_ON = {HOPS: "", SCRATCH: ", on `keyhole-scratch`"}
 #: Why DELTA's selection layers have these tasks.
 _WHY_PLACED = {
     HOPS: "the other tasks need no look-up behind layer 2.",
@@ -49,17 +47,15 @@ _WHY_PLACED = {
 _STEPS = (1, 4, 16, 64)
 
 
-def sections(lines: _Lines, pictures: Mapping[str, str]) -> list[str]:
-    """The sections that have lines; pictures: by name."""
+def sections(lines: _Lines, pictures: Mapping[str, str], prefix: str) -> list[str]:
+    """The sections of a model that have lines; pictures: by name."""
     parts = []
-    for prefix, on in _ON.items():
-        if own := lines.get(prefix + "recency"):
-            parts += recency_section(own, on)
-        parts += _placements(lines, prefix)
-        parts += _answers(lines.get(prefix + "equal", ()), pictures.get(prefix + "lengths"), on)
-        parts += _lists(lines.get(prefix + "lists", ()), on)
-        parts += _attention(lines.get(prefix + "attention", ()), on)
-    return parts
+    if own := lines.get(prefix + "recency"):
+        parts += recency_section(own)
+    parts += _placements(lines, prefix)
+    parts += _answers(lines.get(prefix + "equal", ()), pictures.get(prefix + "lengths"))
+    parts += _lists(lines.get(prefix + "lists", ()))
+    return parts + _attention(lines.get(prefix + "attention", ()))
 
 
 def _placements(lines: _Lines, prefix: str) -> list[str]:
@@ -70,7 +66,7 @@ def _placements(lines: _Lines, prefix: str) -> list[str]:
     tasks = dict.fromkeys(str(line["task"]) for line in own)
     place = own[0]
     return [
-        f"### DELTA: where its layers select (section 5 of its paper){_ON[prefix]}",
+        "## DELTA: where its layers select (section 5 of its paper)",
         paragraph(
             "The paper places selection layers by a calibration, where attention shifts most from "
             "one layer to the next. Here layer 0 is dense, layer 1 selects, and one or two layers "
@@ -162,7 +158,7 @@ def _calibrations(lines: Sequence[Line]) -> list[str]:
 _CRITERIA = {"shift": "shift (the paper's)", "mass": "attention kept, %", "error": "error, %"}
 
 
-def _answers(lines: Sequence[Line], picture: str | None, on: str) -> list[str]:
+def _answers(lines: Sequence[Line], picture: str | None) -> list[str]:
     """How many answers are longer and shorter than what was asked for, by method."""
     own = [
         line
@@ -172,9 +168,12 @@ def _answers(lines: Sequence[Line], picture: str | None, on: str) -> list[str]:
     full = next((line for line in own if line["policy"] == FULL), None)
     if full is None:
         return []
+    answers = [*zip(full["answer_lengths"], full["scores"], strict=True)]
+    asked = next(length for length, score in answers if score == 1)
+    expected = [length if score == 1 else asked for length, score in answers]
     rows = []
     for line in own:
-        pairs = [*zip(line["answer_lengths"], full["answer_lengths"], strict=False)]
+        pairs = [*zip(line["answer_lengths"], expected, strict=False)]
         counts = [sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)]
         name = line["method"] if line.get(CONTROL) is None else line[CONTROL]
         shown = f"`{name}`" if line.get(CONTROL) is None else f"*{name}*"
@@ -183,9 +182,8 @@ def _answers(lines: Sequence[Line], picture: str | None, on: str) -> list[str]:
             [shown, right_share(line), *(_of(n, len(pairs)) for n in counts), f"{mean:,.0f}"]
         )
     task, length, budget = _ANSWERS
-    asked = full["answer_lengths"][0]
     return [
-        f"### How long answers get (figure 4 of DELTA's paper, left){on}",
+        "## How long answers get (figure 4 of DELTA's paper, left)",
         paragraph(
             f"Derivations (`{task}`) of {length:,} tokens at equal terms and a budget of "
             f"{budget}, {full['samples']} samples. The right answer has {asked:,} tokens; an "
@@ -204,7 +202,7 @@ def _of(count: int, samples: int) -> str:
     return f"{100 * count / samples:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _lists(lines: Sequence[Line], on: str) -> list[str]:
+def _lists(lines: Sequence[Line]) -> list[str]:
     """SpeContext's list per KV head against one list, where both were measured."""
     own = [
         line
@@ -221,7 +219,7 @@ def _lists(lines: Sequence[Line], on: str) -> list[str]:
         return []
     measured = [line for line in own if line["policy"] == "spe_context"]
     return [
-        f"### SpeContext: a list for each KV head, or one for all (figure 5a of its paper){on}",
+        "## SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
         paragraph(
             "Equal terms, the head that is pruned from the model's draft; only the lists differ. "
             "The paper finds more hits with lists per head."
@@ -231,7 +229,7 @@ def _lists(lines: Sequence[Line], on: str) -> list[str]:
     ]
 
 
-def _attention(lines: Sequence[Line], on: str) -> list[str]:
+def _attention(lines: Sequence[Line]) -> list[str]:
     """Figure 5a by the attention that is kept, and figure 6b, from teacher-forced derivations."""
     losses = [line for line in lines if line["measured"] == LOSS and line["weights"] == TRAINED]
     tops = {
@@ -244,7 +242,7 @@ def _attention(lines: Sequence[Line], on: str) -> list[str]:
     about = losses[0]
     place = f"{about['samples']} derivations of {about['length']:,} tokens"
     return [
-        f"### SpeContext: what its lists keep, and how often they repeat (figures 5a and 6b){on}",
+        "## SpeContext: what its lists keep, and how often they repeat (figures 5a and 6b)",
         paragraph(
             f"{place}, fed word by word under full attention, equal terms. Share of the attention "
             "of the layers that are not dense on the tokens of each list, %, means over texts "

@@ -1,4 +1,4 @@
-"""The figures of right answers in docs/results.md. Needs matplotlib."""
+"""The figures of right answers in docs/results/. Needs matplotlib."""
 
 from __future__ import annotations
 

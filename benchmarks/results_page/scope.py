@@ -1,4 +1,4 @@
-"""The opening of docs/results.md: what the bundled model can and cannot show about a policy."""
+"""What the bundled model can and cannot show about a policy, for docs/results/scope.md."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def section(lines: Sequence[Line]) -> list[str]:
     own = [cell for cell in cells(lines) if cell.policy != FULL]
     own.sort(key=lambda cell: (order.index(cell.place.task), cell.policy))
     return [
-        "## What this model can and cannot tell",
+        "## What `tiny` can and cannot tell",
         paragraph(
-            "All right answers on this page, but those of the section on `tiny-hops`, come from "
-            "the bundled model `keyhole-tiny`: 6 layers and 2.2 M parameters, trained on its own "
-            "small language. Its training started with a look-up mechanism built into layers 0 to "
-            "2 (`recipes/tiny_model/initial.py`), and it still looks everything up there. A "
-            "policy that reads these three layers in full, and the newest 16 tokens in the "
-            "others, therefore answers correctly without selecting anything. `tidal_decode`, "
-            "which reads as much in full but has no such window, answers nothing correctly. "
+            "The first bundled model, `keyhole-tiny`, has 6 layers and 2.2 M parameters, and was "
+            "trained on its own small language. Its training started with a look-up mechanism "
+            "built into layers 0 to 2 (`recipes/tiny_model/initial.py`), and it still looks "
+            "everything up there. A policy that reads these three layers in full, and the newest "
+            "16 tokens in the others, therefore answers correctly without selecting anything. "
+            "`tidal_decode`, which reads as much in full but has no such window, answers nothing "
+            "correctly. "
             f"{_about(lines)}"
         ),
         written(_HEADS, [_row(cell) for cell in own]),
@@ -68,9 +68,9 @@ def _points() -> list[str]:
         "- whether DELTA selects good pages. DELTA reads layers 0 to 2 in full here, and a policy "
         "that does so without selecting anything is right as well. If its selection has to find "
         "the facts (layer 0 dense, layer 1 selects), few answers are right;",
-        "- which selection rule is better, from the configurations further below. That needs the "
-        "same dense layers, first tokens, window and budget for all, and a control that selects "
-        "nothing, as in the tables at equal terms;",
+        "- which selection rule is better, from [different configurations](configurations.md). "
+        "That needs the same dense layers, first tokens, window and budget for all, and a control "
+        "that selects nothing, as in the tables [at equal terms](tiny.md#equal-terms);",
         "- what a method does in a model whose look-ups are spread over many layers.",
     ]
 

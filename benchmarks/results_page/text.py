@@ -1,4 +1,4 @@
-"""Formats the paragraphs, tables and numbers of the evaluation in docs/results.md."""
+"""Formats the paragraphs, tables and numbers of the evaluation in docs/results/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def image(name: str | None, text: str) -> list[str]:
     """A Markdown image; empty if there is none."""
-    return [] if name is None else [f"![{text}](images/{name})"]
+    return [] if name is None else [f"![{text}](../images/{name})"]
 
 
 def percent(value: float | None, unit: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The sections of docs/results.md on settings that only one method has, with the same controls.
+"""The sections of docs/results/ on settings that only one method has, with the same controls.
 
 DELTA's window by budget (table 1 of its paper), SpeContext's list per head against one list for all
 heads (figure 5a), offloading layers as sequences grow against offloading all (figure 11, C3), and
@@ -34,7 +34,7 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
         parts += recency_section(own)
     if own := lines.get("lists"):
         parts += [
-            "### SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
+            "## SpeContext: a list for each KV head, or one for all (figure 5a of its paper)",
             paragraph(
                 "The same head and the same equal terms as above; only the lists differ. The "
                 "paper finds more hits with lists per head. The head here was trained on this "
@@ -47,7 +47,7 @@ def sections(lines: Mapping[str, Sequence[Line]], pictures: Mapping[str, str]) -
         parts += _adaptive(own[-1])
     if "lengths" in pictures:
         parts += [
-            "### How long answers get (figure 4 of DELTA's paper, left)",
+            "## How long answers get (figure 4 of DELTA's paper, left)",
             paragraph(
                 "The share of derivations that end within a given number of tokens, at equal "
                 "terms. Under full attention an answer has the length that the task asks for; a "
@@ -73,10 +73,10 @@ def by_place(lines: Sequence[Line], table: Callable[[Sequence[Line]], str]) -> l
     return parts
 
 
-def recency_section(own: Sequence[Line], on: str = "") -> list[str]:
-    """DELTA's window by budget; own: the lines of one model, which `on` adds to the title."""
+def recency_section(own: Sequence[Line]) -> list[str]:
+    """DELTA's window by budget; own: the lines of one model."""
     return [
-        f"### DELTA: newest pages by budget (table 1 of its paper){on}",
+        "## DELTA: newest pages by budget (table 1 of its paper)",
         paragraph(
             "Layer 0 is dense and layer 1 selects, so DELTA's selection has to find the "
             "facts. Right answers in percent with 95 % intervals. A budget is divided "
@@ -161,7 +161,7 @@ def _adaptive(line: Line) -> list[str]:
         "step time, adaptive / all offloaded",
     ]
     return [
-        "### SpeContext: layers offloaded as sequences grow, or all (figure 11 of its paper)",
+        "## SpeContext: layers offloaded as sequences grow, or all (figure 11 of its paper)",
         paragraph(
             f"{line['texts']} derivations of {line['words']:,} tokens at once under a budget of "
             f"{line['budget']}, in {line['share']:.0%} of the memory that all their keys and "

@@ -1,9 +1,8 @@
 """Writes the stored lines into the documents: `python -m benchmarks.speed_pages`.
 
     README.md          a table per device, between two comments
-    docs/results.md    step times, memory, weights of few bits, several tokens per step, kernels,
-                       offloaded layers, a million tokens, the papers' headline settings; right
-                       answers, which `python -m benchmarks.evaluation` writes, are left unchanged
+    docs/results/speed.md  step times, memory, weights of few bits, several tokens per step,
+                       kernels, offloaded layers, a million tokens, the papers' headline settings
     docs/images/       a figure of step time against context per table, and one of repeat rates
 
 The newest line counts: for decoding per device and batch, for kernels per device, for headline
@@ -28,13 +27,9 @@ from benchmarks.speed_pages import plot, tables
 from benchmarks.speed_pages import speculation as speculation_page
 
 BEGIN, END = "<!-- results: python -m benchmarks.speed_pages -->\n", "<!-- end of results -->"
-#: Comments around the part of docs/results.md that `benchmarks.results_page` writes.
-EVALUATION = (
-    "<!-- evaluation: python -m benchmarks.evaluation --render -->\n",
-    "<!-- end of evaluation -->\n",
-)
 #: Absolute, so that the package index shows the README's images too.
 _IMAGES = "https://raw.githubusercontent.com/keyhole-llm/keyhole/main/docs/images/"
+PAGE = "results/speed.md"
 _WRITTEN_BY = "<!-- Written by `python -m benchmarks.speed_pages`; measure again instead. -->"
 
 Line = dict[str, Any]
@@ -72,37 +67,27 @@ def inserted(text: str, tables: str) -> str:
     return head + BEGIN + tables + END + tail
 
 
-def evaluation(text: str) -> str:
-    """The part of docs/results.md that another program writes."""
-    begin, end = EVALUATION
-    return text.split(begin)[1].split(end)[0]
-
-
 def page(
     decode: Sequence[Line],
     kernels: Sequence[Line],
     offload: Sequence[Line] = (),
-    evaluation: str = "",
     headlines: Sequence[Line] | None = None,
     million: Sequence[Line] = (),
     few_bits: Sequence[Line] = (),
     speculation: Sequence[Line] = (),
 ) -> str:
-    """docs/results.md; evaluation: the part of it that another program writes.
+    """docs/results/speed.md.
 
     headlines: None leaves that part out; settings without a line are listed as unmeasured.
     """
     parts = [
-        f"{_WRITTEN_BY}\n\n# Results",
-        "Every number comes from a line in [benchmarks/results/](../benchmarks/results), with its\n"
-        "command and machine. [The log](../benchmarks/LOG.md) tells what was tried.",
-        f"{EVALUATION[0]}{evaluation}{EVALUATION[1]}".rstrip(),
+        f"{_WRITTEN_BY}\n\n# Speed and memory",
     ]
     for line in latest(decode, _device_and_batch):
         batch = line["settings"]["batch"]
         parts += [
             f"## Decode step on {_device(line)}, batch {batch}",
-            _image(line, "images/"),
+            _image(line, "../images/"),
             "Time of a step in milliseconds, and in brackets the share of the read bandwidth that\n"
             "the run measured:",
             tables.times(line),
@@ -123,14 +108,13 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
-def current(text: str) -> str:
-    """docs/results.md from all stored lines; text: the page as it is."""
+def current() -> str:
+    """docs/results/speed.md from all stored lines."""
     return page(
         stored("decode"),
         stored("kernels"),
         stored("offload"),
-        evaluation(text),
-        stored("headlines"),
+        headlines=stored("headlines"),
         million=stored("million"),
         few_bits=stored("few-bits"),
         speculation=stored("speculation"),
@@ -142,8 +126,7 @@ def main() -> None:
     decode, offload, million = (stored(name) for name in ("decode", "offload", "million"))
     readme, docs = ROOT / "README.md", ROOT / "docs"
     readme.write_text(inserted(readme.read_text(), render(decode)))
-    results = docs / "results.md"
-    results.write_text(current(results.read_text()))
+    (docs / PAGE).write_text(current())
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)
     for line in latest(offload, _model):

@@ -1,4 +1,4 @@
-"""The section on weights of few bits in docs/results.md."""
+"""The section on weights of few bits in docs/results/speed.md."""
 
 from __future__ import annotations
 

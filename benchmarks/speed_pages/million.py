@@ -1,4 +1,4 @@
-"""The section on a million tokens in docs/results.md, and its figure. Needs matplotlib."""
+"""The section on a million tokens in docs/results/speed.md, and its figure. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         allowed = ", 5 % (at least 32 MiB) and 128 bytes per token"
     return [
         "## A million tokens",
-        f"![Time of a decode step against tokens](images/{PICTURE})",
+        f"![Time of a decode step against tokens](../images/{PICTURE})",
         "A decode step with keys and values in 8 bits. Weights, cache and a step's activations\n"
         f"have a fixed memory ({_memories(found)});\n"
         "layers that do not fit are offloaded to files.\n"

@@ -1,4 +1,4 @@
-"""The section on offloaded layers in docs/results.md, and its figure. Needs matplotlib."""
+"""The section on offloaded layers in docs/results/speed.md, and its figure. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def section(line: Line) -> list[str]:
     name = line["model"]
     return [
         "## Offloaded layers" + ("" if name == BUNDLED else f" of `{name}`"),
-        f"![Share of a selection that repeats, against budget](images/{picture_name(line)})",
+        f"![Share of a selection that repeats, against budget](../images/{picture_name(line)})",
         f"`{name}` works through long derivations, with every layer that can be offloaded\n"
         f"offloaded from the first token on: {where}. *Repeated*: the share of a step's selection\n"
         "that the previous step also had, in tokens (pages under `delta`). *Hit rate*: the share\n"

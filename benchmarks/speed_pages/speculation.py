@@ -1,4 +1,4 @@
-"""The section on several tokens per step in docs/results.md."""
+"""The section on several tokens per step in docs/results/speed.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "## Several tokens per step, on a CPU",
         f"A draft of {settings['num_draft_tokens']} tokens with random weights, whose tokens are "
         f"accepted with a probability\nof {settings['accept']}, the same ones for each system "
-        "([how](how-to/draft.md)). Batch 1:",
+        "([how](../how-to/draft.md)). Batch 1:",
     ]
     for line in sorted(newest.values(), key=lambda line: str(line["date"]), reverse=True):
         parts += _of_processor(line)

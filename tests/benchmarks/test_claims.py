@@ -1,4 +1,4 @@
-"""The benchmarks behind the first part of docs/results.md."""
+"""The benchmarks behind docs/results/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of docs/results.md that compares methods with their controls."""
+"""The pages of docs/results/ that compare methods with their controls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.results_page import bundled_models, controls_pictures, hops_figures, variations
 from benchmarks.results_page import controls as results_controls
+from benchmarks.results_page.controls import TERMS
 
 Line = dict[str, Any]
 DENSE = [0, 1]
@@ -72,7 +73,7 @@ def rows(parts: Sequence[str], after: str) -> list[list[str]]:
 
 
 def test_every_method_is_shown_with_its_controls() -> None:
-    parts = results_controls.section({"equal": lines(recent=2, method=15)}, {})
+    parts = results_controls.sections(TERMS, {"equal": lines(recent=2, method=15)}, {})
     right = rows(parts, "Right answers, %:")
     assert right[0] == ["", "512: 64"]
     assert right[2:] == [
@@ -87,12 +88,12 @@ def test_every_method_is_shown_with_its_controls() -> None:
 
 
 def test_a_gain_that_may_be_chance_is_not_bold() -> None:
-    parts = results_controls.section({"equal": lines(recent=2, method=4)}, {})
+    parts = results_controls.sections(TERMS, {"equal": lines(recent=2, method=4)}, {})
     assert rows(parts, "Gain over its own recent control, points:")[2:] == [["`quest`", "+10"]]
 
 
 def test_a_place_where_recency_suffices_has_no_ranking() -> None:
-    parts = results_controls.section({"equal": lines(recent=19, method=20)}, {})
+    parts = results_controls.sections(TERMS, {"equal": lines(recent=19, method=20)}, {})
     gains = rows(parts, "Gain over its own recent control, points:")
     assert gains[2:] == [["`quest`", "cannot tell"]]
 
@@ -100,7 +101,7 @@ def test_a_place_where_recency_suffices_has_no_ranking() -> None:
 def test_reads_outside_the_budget_give_no_gain() -> None:
     found = lines(recent=2, method=15)
     found[-1]["outside_budget"] = "the prompt"
-    parts = results_controls.section({"published": found}, {})
+    parts = results_controls.sections(TERMS, {"published": found}, {})
     for title in ("Gain over its own recent control, points:", "Distance to the oracle, points:"):
         assert rows(parts, title)[2:] == [["`quest`", "extra"]]
     assert ["`quest`", "75"] in rows(parts, "Right answers, %:")
@@ -108,16 +109,16 @@ def test_reads_outside_the_budget_give_no_gain() -> None:
 
 def test_tables_of_different_terms_are_never_mixed() -> None:
     claims = {"equal": lines(2, 15), "published": lines(2, 9)}
-    text = "\n\n".join(results_controls.section(claims, {}))
-    equal, published = text.split("### As published")
-    assert "### Equal terms" in equal
+    text = "\n\n".join(results_controls.sections(TERMS, claims, {}))
+    equal, published = text.split("## As published")
+    assert "## Equal terms" in equal
     assert "| `quest` | 75 |" in equal
     assert "| `quest` | 75 |" not in published
     assert "| `quest` | 45 |" in published
 
 
 def test_nothing_is_said_without_lines() -> None:
-    assert results_controls.section({}, {}) == []
+    assert results_controls.sections(TERMS, {}, {}) == []
     assert variations.sections({}, {}) == []
 
 
@@ -205,7 +206,7 @@ def test_lengths_of_answers_are_counted_beside_those_of_full_attention() -> None
     delta = line("delta", 15, 512, answer_lengths=longer) | place
     recent = control("recent", "streaming_llm", 0, 512) | place
     other = line("quest", 20, 256, answer_lengths=longer) | place
-    parts = hops_figures.sections({"hops-equal": [full, recent, delta, other]}, {})
+    parts = hops_figures.sections({"hops-equal": [full, recent, delta, other]}, {}, "hops-")
     text = "\n".join(parts)
     assert "| `delta` | 75 (53 to 89) | 25 (11 to 47) | 5 (1 to 24) | 148 |" in text
     assert "| *recent* | 0 (0 to 16) | 0 (0 to 16) | 0 (0 to 16) | 148 |" in text
@@ -226,7 +227,7 @@ def test_a_placement_stands_beside_its_controls_and_its_calibration() -> None:
         "placed": {"shift": 3, "mass": 3, "error": 2},
     }
     found = {"hops-placements": delta, "hops-calibration": [calibration]}
-    text = "\n".join(hops_figures.sections(found, {}))
+    text = "\n".join(hops_figures.sections(found, {}, "hops-"))
     assert "| 3 | 75 (53 to 89) | 10 | 0 | 100 | +65.0 (" in text
     assert "| texts | criterion | 2 | 3 | two layers |" in text
     assert "| `tiny_walk2` | shift (the paper's) | 0.100 | **0.250** | 3, 4 |" in text
@@ -249,7 +250,7 @@ def test_a_list_is_judged_by_what_it_keeps_and_by_what_repeats() -> None:
     top = {"by_steps": [steps, steps], "newest": [0.25, 0.25], "chance": 0.125}
     overlap = line("overlap", 1, 64) | about
     overlap |= {"measured": "overlap", "lists": {"head_tokens": top}}
-    text = "\n".join(hops_figures.sections({"hops-attention": [loss, overlap]}, {}))
+    text = "\n".join(hops_figures.sections({"hops-attention": [loss, overlap]}, {}, "hops-"))
     assert "| 64 | 60.0 ± 0.0 | – | 40.0 ± 0.0 | 10.0 ± 0.0 | 80.0 ± 0.0 |" in text
     # 48 of 64 repeat, 31 of them by themselves, so that of the other 33 17 do.
     assert "| 64 | a list per KV head | 75 | 50 | 50 | 50 | 50 | 51.5 | – |" in text
@@ -261,7 +262,7 @@ def test_both_forms_of_lists_are_compared_where_both_were_measured() -> None:
         line("spe_context", right, 64, settings={"per_head": per_head}) | {"length": length}
         for per_head, right, length in ((True, 18, 512), (False, 9, 512), (True, 20, 1024))
     ]
-    parts = hops_figures.sections({"hops-lists": [line("full", 20, None), *forms]}, {})
+    parts = hops_figures.sections({"hops-lists": [line("full", 20, None), *forms]}, {}, "hops-")
     text = "\n".join(parts)
     assert "| 64 | 90 (70 to 97) | 45 (26 to 66) | +45.0 (" in text
     assert "1,024" not in text

@@ -1,4 +1,4 @@
-"""The part of docs/results.md about right answers, from made-up lines and from the stored ones."""
+"""The pages of docs/results/ about right answers, from made-up lines and from the stored ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import results_page, speed_pages
+from benchmarks import results_page
 from benchmarks.results_page import controls
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
@@ -89,21 +89,19 @@ def test_the_page_and_its_pictures_are_those_of_the_stored_lines() -> None:
     errors = results_page.stored(results / results_page.ERRORS)
     scope = results_page.stored(results / results_page.SCOPE)
     claims = {name: results_page.stored(results / file) for name, file in controls.FILES.items()}
-    text = speed_pages.evaluation((docs / results_page.PAGE).read_text())
     again = "run `python -m benchmarks.evaluation --render`"
-    assert text == results_page.render(found, errors, scope, claims), again
+    pages = results_page.pages(found, errors, scope, claims)
+    assert len(pages) == 5
+    for name, text in pages.items():
+        assert (docs / results_page.FOLDER / name).read_text() == text, again
     date = results_page.newest([*found, *errors]).encode()
     cells = results_page.measured(found)
     for name in results_pictures.names(cells, errors).all:
         assert date in (docs / "images" / name).read_bytes(), again
 
 
-def test_two_programs_mean_the_same_part_of_the_page() -> None:
-    assert (results_page.BEGIN, results_page.END) == speed_pages.EVALUATION
-
-
 def test_what_was_not_measured_is_a_dash_and_not_a_nought() -> None:
-    text = results_page.render(lines(), [])
+    text = results_page.pages(lines())["configurations.md"]
     scores = rows(text, "Right answers, %:")
     # The longer text has full attention alone, and a column for each budget below its length.
     assert scores[""] == ["1,024: 128", "256", "2,048: 64", "128", "256", "512", "1,024"]
@@ -126,8 +124,8 @@ def test_the_page_opens_with_what_the_model_cannot_tell() -> None:
         line("streaming_llm", 64, 10, settings={"full_layers": [0], "sink_size": 4}),
         line("omnikv", 64, 0, settings={"filter_layers": [2], "window_size": 16}),
     ]
-    text = results_page.render(lines(), [], scope)
-    assert text.startswith("## What this model can and cannot tell")
+    text = results_page.pages(lines(), [], scope)["scope.md"]
+    assert "# What the models can and cannot tell\n\n## What `tiny`" in text
     table = text.split("what a configuration loses")[0].splitlines()
     (delta,) = (row for row in table if "| `delta` |" in row)
     (quest,) = (row for row in table if "| `quest` |" in row)
@@ -142,10 +140,10 @@ def test_the_page_opens_with_what_the_model_cannot_tell() -> None:
 
 def test_nothing_is_said_to_be_shown_by_unequal_configurations() -> None:
     """The page had "+91.0 points to `quest`, wanted > 0", which measured the dense layers."""
-    text = results_page.render(lines(), [])
+    text = results_page.pages(lines())["configurations.md"]
     assert "wanted" not in text
     assert "points to `quest`" not in text
-    assert "## Configurations as of November 2026" in text
+    assert "# Configurations as of November 2026" in text
 
 
 def test_configurations_come_from_the_stored_settings() -> None:
@@ -166,7 +164,7 @@ def test_an_adaptive_budget_is_compared_at_its_bytes() -> None:
     curve = 0.9 + 0.1 * (math.log2(2e5) - low) / (high - low)
     assert gain_over_fixed(cell, found) == pytest.approx(1 - curve)
     assert cheapest_as_right(cell, found) == 256 * 1024
-    text = results_page.render(lines(), [])
+    text = results_page.pages(lines())["configurations.md"]
     prose = " ".join(text.split())
     assert "1 lie on or above the curve, 0 below" in prose
     assert "In 0 of 1 a fixed budget has as many right answers for fewer bytes" in prose
@@ -176,8 +174,8 @@ def test_errors_say_what_was_read() -> None:
     nowhere = {"kind": "computed", "tokens_back": None, "read": None, "read_before": None}
     other = wrong("raas")["found"][0] | nowhere
     found = [wrong("quest", wrong=1), wrong("quest"), wrong("raas", found=[other], map=None)]
-    text = results_page.render(lines(), found)
-    by_method = rows(text, "### Where a configuration fails")
+    text = results_page.pages(lines(), found)["configurations.md"]
+    by_method = rows(text, "## Where a configuration fails")
     numbers = ["1,024", "128", "7 of 10", "1"]
     assert by_method["`quest`"][1:] == [*numbers, "1, 0", "40", "25 %", "75 %"]
     assert by_method["`raas`"][1:] == [*numbers, "0, 1", "–", "–", "–"]
@@ -187,18 +185,17 @@ def test_errors_say_what_was_read() -> None:
 
 def test_page_and_pictures_are_written_again(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
-    docs.mkdir()
-    begin, end = results_page.BEGIN, results_page.END
-    (docs / results_page.PAGE).write_text(f"before\n{begin}old\n{end}after\n")
-    results_page.write(tmp_path, docs)  # no line yet
-    assert (docs / results_page.PAGE).read_text() == f"before\n{begin}{end}after\n"
+    folder = docs / results_page.FOLDER
+    folder.mkdir(parents=True)
+    results_page.write(tmp_path, docs)
+    assert not [*folder.iterdir()]  # no line yet
     for name, found in (
         (results_page.LINES, lines()),
         (results_page.ERRORS, [wrong("quest"), wrong("raas")]),
     ):
         (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in found))
     results_page.write(tmp_path, docs)
-    text = (docs / results_page.PAGE).read_text()
+    text = (folder / "configurations.md").read_text()
     pictures = sorted((docs / "images").iterdir())
     assert [picture.name for picture in pictures] == [
         "evaluation-derive.png",
@@ -207,7 +204,7 @@ def test_page_and_pictures_are_written_again(tmp_path: Path) -> None:
         "evaluation.png",
     ]
     for picture in pictures:
-        assert f"(images/{picture.name})" in text
+        assert f"(../images/{picture.name})" in text
         assert DATE.encode() in picture.read_bytes()
 
 
