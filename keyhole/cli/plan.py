@@ -3,9 +3,9 @@
 No weights are loaded. Layers that do not fit are offloaded (to RAM or disk), the last one first,
 and keep a buffer of token_budget tokens in memory. With --policy, the plan is that of LLM(policy,
 offload=FOLDER) with the same --memory or --total-memory: it includes the data of the policy and its
-retrieval head, and layers that the policy reads in full stay in memory; if it refuses offload, all
-do. On a GPU (--device cuda), total memory excludes the CUDA context, and one more request is counted
-if steps are recorded.
+retrieval head, and layers that the policy reads in full stay in memory, as all do if it refuses
+offload. On a GPU (--device cuda), total memory excludes the CUDA context, and one more request is
+counted if steps are recorded.
 """
 
 from __future__ import annotations
