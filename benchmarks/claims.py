@@ -187,7 +187,7 @@ PARTS |= {
             "lists",
             [
                 *("--terms", "equal", "--budgets", "1/8,1/4,1/16"),
-                *("--policies", "spe_context:per_head=True,spe_context:per_head=False"),
+                *("--policies", "spe_context,spe_context:per_head=False"),
             ],
         ),
     )
