@@ -256,10 +256,9 @@ def _dtype(shape: Checkpoint, settings: PlanSettings) -> str:
 def _title(plan: MemoryPlan, shape: Checkpoint) -> str:
     count = plan.model.requests
     many = "request" if count == 1 else "requests"
-    return (
-        f"{shape.name} in {bytes_text(plan.memory)}: {count} {many}, "
-        f"budget {plan.model.token_budget:,}"
-    )
+    # What an offloaded layer keeps in memory.
+    budget = f", budget {plan.model.token_budget:,}" if plan.model.order else ""
+    return f"{shape.name} in {bytes_text(plan.memory)}: {count} {many}{budget}"
 
 
 def _as_given(plan: MemoryPlan, settings: PlanSettings) -> str:
