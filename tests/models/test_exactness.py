@@ -15,6 +15,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from tests.checkpoints import KINDS, make_model
+from tests.models.compared import add
 
 TOLERANCE = 1e-4
 PAGE = 8
@@ -60,12 +61,6 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[Tensor]:
         engine.step()
     engine.check_integrity()
     return [torch.stack(sequence.logits) for sequence in sequences]
-
-
-def add(engine: Engine, text: tuple[list[int], list[int]]) -> Sequence:
-    prompt, given = text
-    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
-    return engine.add(prompt, params, given=given, keep_logits=True)
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -23,7 +23,8 @@ from keyhole.models.loading import adopt
 from keyhole.models.modules import indexed_attention, indexer
 from keyhole.models.shrink import build, random_model, shrink
 from tests.engine.pair import Pair
-from tests.models.compared import Text, logits_of, random_texts
+from tests.models import compared
+from tests.models.compared import Text, add, logits_of, random_texts, run
 from tests.policies.models import VOCAB
 
 #: The indexer rotates its first numbers in halves; in pairs, and some layers read what another one
@@ -63,22 +64,8 @@ def engine_of(family: str, **more: Any) -> Engine:
     return LLM(network_of(family), device="cpu", **options).engine
 
 
-def add(engine: Engine, text: tuple[list[int], list[int]]) -> Sequence:
-    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
-    return engine.add(text[0], params, given=text[1], keep_logits=True)
-
-
-def run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-
-
 def assert_exact(family: str, sequences: list[Sequence]) -> None:
-    for ours, theirs in zip(sequences, expected(family), strict=True):
-        found = torch.stack(ours.logits)
-        assert found.shape == theirs.shape
-        assert (found - theirs).abs().max() < TOLERANCE * theirs.std()
+    compared.assert_exact(sequences, expected(family), TOLERANCE)
 
 
 @pytest.mark.one_in(4)

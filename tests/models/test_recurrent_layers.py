@@ -21,7 +21,8 @@ from keyhole.models.loading import load
 from keyhole.models.modules.recurrent_layers import Packed
 from keyhole.models.shrink import build, random_model, shrink
 from keyhole.policies import available_controls, make_policy
-from tests.models.compared import Text, logits_of, random_texts
+from tests.models import compared
+from tests.models.compared import Text, add, logits_of, random_texts, run
 from tests.policies.models import with_head
 
 #: One family of every kind of recurrent layer, and of hybrids with the same kind.
@@ -66,23 +67,8 @@ def engine_of(family: str, policy: Any = None, **settings: Any) -> Engine:
     return LLM(network_of(family), policy, device="cpu", **settings).engine
 
 
-def add(engine: Engine, text: tuple[list[int], list[int]]) -> Sequence:
-    prompt, given = text
-    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
-    return engine.add(prompt, params, given=given, keep_logits=True)
-
-
-def run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-
-
 def assert_exact(family: str, sequences: list[Sequence]) -> None:
-    for ours, theirs in zip(sequences, expected(family), strict=True):
-        found = torch.stack(ours.logits)
-        assert found.shape == theirs.shape
-        assert (found - theirs).abs().max() < TOLERANCE * theirs.std()
+    compared.assert_exact(sequences, expected(family), TOLERANCE)
 
 
 @pytest.mark.one_in(15)
