@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from keyhole.cache import prefix_cache
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from tests.cache.test_pages import make_cache
@@ -156,3 +157,19 @@ def test_clear_gives_everything_back(cache: PageCache, index: PrefixIndex) -> No
     assert index.held() == []
     assert index.match([*A, *B], approximate=True) == ([], True)
     cache.check_integrity([])
+
+
+def test_policies_whose_pages_are_gone_are_forgotten(
+    cache: PageCache, index: PrefixIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may see any number of policies; the one whose page is there keeps it."""
+    monkeypatch.setattr(prefix_cache, "_MOST_MAKERS", 3)
+    kept = pages_of(cache, 1)
+    index.insert(A, kept, 0, by="first")
+    for number in range(10):
+        pages = pages_of(cache, 1)
+        index.insert(B, pages, 0, by=number)
+        assert len(index._makers) <= 3
+        cache.release(pages)
+        index.evict(1)
+    assert index.match(A, approximate=True, by="first") == (kept, False)

@@ -351,6 +351,12 @@ def test_as_published_reads_generated_tokens_outside_the_budget() -> None:
         policy.offloadable(shape(4))
 
 
+def test_a_cluster_has_eighty_tokens_on_average_and_few_tokens_have_one() -> None:
+    tokens = np.array([0, 1, 79, 80, 159, 160, 1000])
+    counts = [0, 1, 1, 1, 1, 2, 12]
+    assert ClusterKV()._of_prompt(tokens).tolist() == counts
+
+
 def test_numbers_of_clusters_stay_within_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside 16-bit keys, cluster 32,768 was stored as -32,768: a score before the first was read.
 

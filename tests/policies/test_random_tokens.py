@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from keyhole.policies.controls import RandomTokens
+import torch
+
+from keyhole.policies.controls import RandomTokens, hashed
 from tests.policies.models import twins
 from tests.policies.recording import Recording, forced, make_engine, run
 
@@ -49,6 +51,15 @@ def test_every_token_has_the_same_chance() -> None:
     spread = 5 * expected**0.5
     assert len(counts) == len(PROMPT)
     assert all(abs(count - expected) <= spread for count in counts.values())
+
+
+def test_numbers_are_spread_evenly() -> None:
+    """Tenths of the numbers of all heads and tokens, within five standard deviations."""
+    numbers = hashed(3, 2, torch.tensor([700, 701]), 8, 700).flatten()
+    tenths = (numbers * 10).int().bincount(minlength=11)
+    assert tenths[10] == 0
+    share = len(numbers) / 10
+    assert ((tenths[:10] - share).abs() < 5 * (0.9 * share) ** 0.5).all()
 
 
 def test_draws_differ_between_layers_heads_steps_and_seeds() -> None:
