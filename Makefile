@@ -178,7 +178,7 @@ soak: $(READY) ## 100,000 mixed requests to a server, whose state must not chang
 
 # What is stored is not measured again, so the next call goes on from there; only the calibration of DELTA's layers and
 # loading from offloaded layers, minutes each, are measured each time. The last command measures times, too.
-bench-hops: $(READY) ## the policies and the papers' figures on "tiny-hops": hours on one core, cell by cell
+bench-hops: $(READY) ## the policies and the papers' figures on "tiny-hops" and "keyhole-scratch": hours on one core, cell by cell
 	@.venv/bin/python -m benchmarks.paper.placements
 	@.venv/bin/keyhole eval --model tiny-hops --suite attention --terms equal --lengths 2048 --budgets 1/8,1/4,1/16 --limit 4 \
 	  --policies spe_context,spe_context:per_head=False --output benchmarks/results/hops-attention.jsonl
@@ -186,6 +186,11 @@ bench-hops: $(READY) ## the policies and the papers' figures on "tiny-hops": hou
 	@.venv/bin/python -m benchmarks.samkv --equal --model tiny-hops --items 24
 	@.venv/bin/python -m benchmarks.offload --model tiny-hops --budgets 128,256,512 --items 1 --output benchmarks/results/offload.jsonl
 	@.venv/bin/python -m benchmarks.speed_pages
+	@.venv/bin/python -m benchmarks.paper.placements --model keyhole-scratch
+	@.venv/bin/keyhole eval --model recipes/tiny_model/keyhole-scratch --suite attention --terms equal --lengths 2048 --budgets 1/8,1/4,1/16 --limit 4 \
+	  --policies spe_context,spe_context:per_head=False --output benchmarks/results/scratch-attention.jsonl
+	@.venv/bin/python -m benchmarks.claims --parts scratch-placements scratch-lists scratch-equal scratch-published scratch-recency scratch-tuned
+	@.venv/bin/python -m benchmarks.samkv --equal --model keyhole-scratch-1
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(READY) ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
