@@ -149,8 +149,8 @@ class AdmissionSettings:
 
     def __post_init__(self) -> None:
         require_counts(self, "documents", "tokens", "question", "others", "prompt", "repeat")
-        named = parse(",".join(self.methods))
-        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
+        named = (written(s.name, s.settings) for s in parse(",".join(self.methods)))
+        object.__setattr__(self, "methods", tuple(dict.fromkeys(named)))
         require(bool(self.methods), "methods", self.methods, "at least one")
 
 
@@ -222,11 +222,13 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def specs(names: Iterable[str]) -> Names:
-    """Names with their settings, joined again where a comma between two settings split them.
+    """Names with their settings, each once, joined again where a comma between two settings split
+    them.
 
     Policies get their canonical names: DELTA becomes delta.
     """
-    return tuple(written(policy_name(s.name), s.settings) for s in parse(",".join(names)))
+    named = parse(",".join(names))
+    return tuple(dict.fromkeys(written(policy_name(s.name), s.settings) for s in named))
 
 
 def brings_budget(name: str) -> bool:
