@@ -227,6 +227,18 @@ MISTAKES = [
     ("eval --tasks passkey:depth=2", "depth 2.0 must be a number from 0 (start of the context) to"),
     ("eval --tasks passkey:depth", "'passkey:depth' must be a name, or a name with settings such"),
     ("eval --policies qest", "unknown policy 'qest'; did you mean 'quest'?"),
+    (
+        "train-head --unroll-steps 2",
+        "unroll_steps 2 must be left out, or combined with --objective",
+    ),
+    (
+        "train-head --block-size 8",
+        "block_size 8 must be left out, or combined with --objective gate",
+    ),
+    (
+        "train-head --inputs tokens --feature-layers 0,1",
+        "feature_layers (0, 1) must be left out, or combined with --inputs tokens+features",
+    ),
     ("eval --policies quest:budget=1", "unknown setting of policy quest 'budget'; did you mean"),
     ("eval --policies quest:token_budget=64:sink_size=16", "quest:token_budget '64:sink_size=16'"),
     ("eval --policies random", "unknown policy 'random'"),

@@ -29,6 +29,8 @@ from keyhole.errors import ConfigError, why
 from keyhole.retrieval.config import INPUTS
 
 OBJECTIVES = ("attention", "selection", "eagle", "gate")
+#: Settings of one objective, which the others would ignore.
+_ONLY_FOR = {"unroll_steps": "eagle", "block_size": "gate"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ class TrainingConfig:
                 f"--start {self.start!r} requires --objective selection or eagle, not "
                 f"{self.objective!r}"
             )
+        for name, objective in _ONLY_FOR.items():
+            value = getattr(self, name)
+            usual = value == type(self).__dataclass_fields__[name].default
+            right = f"left out, or combined with --objective {objective}"
+            require(usual or self.objective == objective, name, value, right)
         weight = self.attention_weight
         require(is_number(weight) and weight >= 0, "attention_weight", weight, "a number >= 0")
         if weight and (self.objective != "eagle" or self.inputs != "tokens+features"):
@@ -99,6 +106,9 @@ class TrainingConfig:
         if self.feature_layers is not None:
             require_layers("feature_layers", self.feature_layers)
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        ignored = self.objective == "attention" and self.inputs == "tokens" and self.feature_layers
+        right = "left out, or combined with --inputs tokens+features"
+        require(not ignored, "feature_layers", self.feature_layers, right)
         if self.length is not None:
             require(is_count(self.length, SHORTEST), "length", self.length, f">= {SHORTEST}")
         rate = self.learning_rate
