@@ -201,6 +201,9 @@ class ServeSettings:
             low, high = _range(getattr(self, name))
             right = "a number >= 1, or a range such as 64-1024"
             require(1 <= low <= high, name, getattr(self, name), right)
+            usual = getattr(self, name) == type(self).__dataclass_fields__[name].default
+            right = f"left out with lengths {self.lengths!r}, which has both"
+            require(usual or self.lengths is None, name, getattr(self, name), right)
 
     @property
     def prompt_range(self) -> tuple[int, int]:

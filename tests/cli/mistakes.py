@@ -309,6 +309,10 @@ MISTAKES = [
     ("bench decode --token-budget 0", "token_budget 0 must be a whole number >= 1"),
     ("bench decode --output nowhere/lines.jsonl", "--output 'nowhere/lines.jsonl': there is no"),
     ("bench decode --output .", "--output '.' is a folder; name a file"),
+    (
+        "bench serve --lengths x.jsonl --prompt-length 5",
+        "prompt_length '5' must be left out with lengths 'x.jsonl', which has both",
+    ),
     ("documents ask x --documents y --page-size 0", "page_size 0 must be at least 1"),
     ("chat --max-batch 0", "max_batch 0 must be at least 1"),
     ("chat --max-length 0", "max_length 0 must be at least 1"),
