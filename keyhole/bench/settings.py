@@ -149,8 +149,8 @@ class AdmissionSettings:
 
     def __post_init__(self) -> None:
         require_counts(self, "documents", "tokens", "question", "others", "prompt", "repeat")
-        named = parse(",".join(self.methods))
-        object.__setattr__(self, "methods", tuple(written(s.name, s.settings) for s in named))
+        named = (written(s.name, s.settings) for s in parse(",".join(self.methods)))
+        object.__setattr__(self, "methods", tuple(dict.fromkeys(named)))
         require(bool(self.methods), "methods", self.methods, "at least one")
 
 
@@ -201,6 +201,9 @@ class ServeSettings:
             low, high = _range(getattr(self, name))
             right = "a number >= 1, or a range such as 64-1024"
             require(1 <= low <= high, name, getattr(self, name), right)
+            usual = getattr(self, name) == type(self).__dataclass_fields__[name].default
+            right = f"left out with lengths {self.lengths!r}, which has both"
+            require(usual or self.lengths is None, name, getattr(self, name), right)
 
     @property
     def prompt_range(self) -> tuple[int, int]:
@@ -222,11 +225,13 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def specs(names: Iterable[str]) -> Names:
-    """Names with their settings, joined again where a comma between two settings split them.
+    """Names with their settings, each once, joined again where a comma between two settings split
+    them.
 
     Policies get their canonical names: DELTA becomes delta.
     """
-    return tuple(written(policy_name(s.name), s.settings) for s in parse(",".join(names)))
+    named = parse(",".join(names))
+    return tuple(dict.fromkeys(written(policy_name(s.name), s.settings) for s in named))
 
 
 def brings_budget(name: str) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,17 @@ from typing import TYPE_CHECKING, Any
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LAYERS, PICTURE, Output, check_outputs
-from keyhole.config import require_counts, require_known, setting
-from keyhole.errors import ConfigError, UnknownNameError, why
+from keyhole.config import (
+    EngineConfig,
+    require_counts,
+    require_known,
+    require_layers_of,
+    setting,
+)
+from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import rank_by_shift
+from keyhole.retrieval.training.training_config import FORMS, texts_in
 
 if TYPE_CHECKING:
     from keyhole.eval.calibrate import Measurement
@@ -82,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stable-layers", action="store_true", help="measure SamKV's layers instead of DELTA's"
     )
-    flags.add_data(parser, "prompts, or documents", "string")
+    flags.add_data(parser, "prompts, or documents")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -113,11 +119,14 @@ def run(arguments: argparse.Namespace) -> int:
     full_layers = settings.pop("full_layers", _FULL_LAYERS)
     prompts = _given(arguments) or _prompts()
     model = flags.load_model(arguments)
-    from keyhole.eval.calibrate import measured
+    from keyhole.eval.calibrate import candidates_of, measured
     from keyhole.eval.report import layer_charts
 
-    found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
     wanted = (placement.num_delta_layers, full_layers)
+    geometry = model.geometry(EngineConfig.page_size)
+    require_layers_of("full_layers", full_layers, geometry.num_layers)
+    candidates_of(geometry.full_attention, *wanted)  # refused before the work
+    found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
     placed = found.place(placement.method, *wanted, placement.measure or "mass")
     if arguments.output:
         placed.save(arguments.output)
@@ -242,13 +251,10 @@ def _given(arguments: argparse.Namespace) -> list[Any] | None:
             what = "documents" if arguments.stable_layers else "prompts"
             raise ConfigError(f"give --data FILE with {what} for this model")
         return None
-    try:
-        text = Path(arguments.data).read_text(encoding="utf-8-sig")
-        if not arguments.data.endswith(".jsonl"):
-            return [text]
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--data {arguments.data!r} cannot be read: {why(error)}") from error
+    found = [text for _, text in texts_in(arguments.data)]
+    if not found:
+        raise ConfigError(f"--data {arguments.data!r} has no text; give {FORMS}")
+    return found
 
 
 def _prompts() -> list[Any]:

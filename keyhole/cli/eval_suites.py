@@ -47,12 +47,23 @@ if TYPE_CHECKING:
     from keyhole.models.model import Model
 
 
+#: Flags that only the suite `paper` takes, and those that it does not take.
+PAPER_ONLY = ("settings", "dry_run")
+_NOT_PAPER = ("text", "prefill_policies")
+
+
+def refuse(arguments: argparse.Namespace, *names: str) -> None:
+    """ConfigError if one of these flags was given, which the suite would ignore."""
+    for name in names:
+        if getattr(arguments, name) not in (None, False):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is not for --suite {arguments.suite}")
+
+
 def run_attention(arguments: argparse.Namespace) -> int:
     """Measures the cells that are not stored yet and prints the tables of all cells."""
     given = flags.settings_of(arguments, AttentionSettings)
-    for name in given:
-        if name not in TAKEN:
-            raise ConfigError(f"--{name.replace('_', '-')} is not for --suite attention")
+    refuse(arguments, *(name for name in given if name not in TAKEN))
     settings = AttentionSettings(**given)
     names = settings.policies or ",".join(
         name for name, cls in available_policies().items() if not cls.dense
@@ -143,8 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--settings",
         metavar="FILE",
-        default=_SETTINGS,
-        help="file to write the recommended settings to, for LLM(policy=FILE)",
+        help="file to write the recommended settings to, for LLM(policy=FILE); default: "
+        f"{_SETTINGS}",
     )
     group.add_argument(
         "--dry-run",
@@ -155,7 +166,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_paper(arguments: argparse.Namespace) -> int:
     """Runs the gate, estimates the time, measures, and prints the verdicts."""
+    refuse(arguments, *_NOT_PAPER)
     given = flags.settings_of(arguments, EvalSettings)
+    arguments.settings = arguments.settings or _SETTINGS
     arguments.html = arguments.html or str(Path(arguments.output).with_suffix(".html"))
     flags.find_model(arguments)  # before scipy and matplotlib are imported
     comparisons.require_scipy()

@@ -24,9 +24,10 @@ from keyhole import drawing, registry
 from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
 from keyhole.config import bytes_text, require_known
+from keyhole.errors import ConfigError
 from keyhole.eval import comparisons
 from keyhole.eval.line_file import EvalOutcome, EvalTable, LineFile
-from keyhole.eval.settings import EvalSettings
+from keyhole.eval.settings import FORCED, EvalSettings
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.registry import is_settings_file
 
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_known("suite", arguments.suite, SUITES)
     from keyhole.cli import eval_suites
 
+    if arguments.suite != "paper":
+        eval_suites.refuse(arguments, *eval_suites.PAPER_ONLY)
     runs = {
         "tasks": _run_tasks,
         "attention": eval_suites.run_attention,
@@ -103,6 +106,8 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     tasks = parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
         answered(tasks, "needs a text of your own: --text FILE")
+    if settings.text is not None and not any(isinstance(task, str) for task in tasks):
+        raise ConfigError(f"--text is for {' and '.join(FORCED)}, and --tasks names neither")
     model = flags.load_model(arguments)
     from keyhole.eval import suite
 

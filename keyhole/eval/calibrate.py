@@ -97,20 +97,13 @@ class Measurement:
 
         measure: the loss that "optimal" minimises. ConfigError if no sparse layer would remain.
         """
-        candidates = [layer for layer in self.layers if layer not in full_layers]
+        candidates = candidates_of(self.layers, num_delta_layers, full_layers)
         if method == "paper":
             delta = place_by_shift(self.shift, candidates, num_delta_layers)
         elif measure == "error":
             delta = place_by_error(self.error, candidates, num_delta_layers)
         else:
             delta = place_by_recall(self.recall, candidates, num_delta_layers)
-        require(
-            any(role.kind == "sparse" for role in self.roles(full_layers, delta)),
-            "num_delta_layers",
-            num_delta_layers,
-            f"at most {len(candidates) - 1}: of the layers {tuple(candidates)} that are not in "
-            "full_layers one at least must be left to read a choice",
-        )
         return self.expected(full_layers, delta, method, "shift" if method == "paper" else measure)
 
     def expected(
@@ -173,6 +166,21 @@ class Cost(NamedTuple):
     recall: float
     error: float
     keys_read: float
+
+
+def candidates_of(
+    layers: Sequence[int], num_delta_layers: int, full_layers: Sequence[int]
+) -> list[int]:
+    """The layers that may select; ConfigError if no sparse layer would remain."""
+    candidates = [layer for layer in layers if layer not in full_layers]
+    require(
+        is_count(num_delta_layers) and num_delta_layers < len(candidates),
+        "num_delta_layers",
+        num_delta_layers,
+        f"at least 1, and fewer than the {len(candidates)} full-attention layers that are not in "
+        "full_layers: one at least must be left to read a choice",
+    )
+    return candidates
 
 
 def measured(

@@ -13,7 +13,13 @@ from keyhole.bench import decode as bench_decode
 from keyhole.bench import model as bench_model
 from keyhole.bench.decode import DisagreementError
 from keyhole.bench.model import Skipped, Weights, fitting, needed_bytes
-from keyhole.bench.settings import ALL_BASELINES, BASELINES, PAGE_SIZE, DecodeSettings
+from keyhole.bench.settings import (
+    ALL_BASELINES,
+    BASELINES,
+    PAGE_SIZE,
+    AdmissionSettings,
+    DecodeSettings,
+)
 from keyhole.bench.systems import Baseline, BaselineCache, KeyholeSystem, Pages
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, UnknownNameError
@@ -47,6 +53,12 @@ def ran() -> tuple[dict[str, Any], list[Any]]:
 @pytest.fixture
 def line(ran: tuple[dict[str, Any], list[Any]]) -> dict[str, Any]:
     return ran[0]
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    """A system named twice ended in a division by zero, a method was measured twice."""
+    assert settings(systems=("quest", "Quest", "full")).systems == ("quest", "full")
+    assert AdmissionSettings(methods=("reuse", "reuse")).methods == ("reuse",)
 
 
 def test_a_line_has_a_result_for_every_system_and_context(line: dict[str, Any]) -> None:

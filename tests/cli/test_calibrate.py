@@ -86,6 +86,41 @@ def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Pa
     assert "no decode step had more than token_budget 32 tokens" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "has no text; give a JSON string or list of token ids per line"),
+        ('"fine"\n5\n', "line 2 must be a JSON string or list of token ids per line"),
+        ('"fine"\n{\n', "line 2 is not JSON"),
+    ],
+)
+def test_data_without_texts_is_refused(lines: str, message: str, run: Run, tmp_path: Path) -> None:
+    """Of an empty file the bundled model's texts were measured instead, without a word."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines)
+    ran = run("calibrate", "--data", str(data))
+    assert ran.status == 2
+    assert message in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--full-layers", "9"), "full_layers (9,) must be layers from 0 to"),
+        (("--num-delta-layers", "9"), "num_delta_layers 9 must be at least 1, and fewer than"),
+    ],
+)
+def test_layers_that_the_model_lacks_are_refused_before_the_run(
+    options: tuple[str, str], message: str, path: str, run: Run, tmp_path: Path
+) -> None:
+    """A full layer that the model lacks was accepted, too many layers were refused at the end."""
+    data = tmp_path / "data.txt"
+    data.write_text("too short to measure")
+    ran = run("calibrate", "--model", path, *OPTIONS, *options, "--data", str(data))
+    assert ran.status == 2
+    assert message in ran.err
+
+
 STABLE = ("--stable-layers", "--block-size", "8", "--num-documents", "3", "--device", "cpu")
 
 
@@ -114,7 +149,7 @@ def test_stable_layers_are_printed_and_stored_in_the_model_folder(
 
 def test_stable_layers_are_written_to_the_given_file(path: str, run: Run, tmp_path: Path) -> None:
     data, output = tmp_path / "data.jsonl", tmp_path / "stable.json"
-    lines = ["A text of some length. " * 8, {"prompt_token_ids": [5, 6, 7, 8] * 30}]
+    lines = ["A text of some length. " * 8, [5, 6, 7, 8] * 30]
     data.write_text("\n".join(map(json.dumps, lines)))
     ran = run(
         "calibrate",

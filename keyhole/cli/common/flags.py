@@ -101,15 +101,13 @@ def adapters_of(arguments: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def add_data(
-    parser: argparse.ArgumentParser, what: str, line: str = "string or list of token ids"
-) -> None:
-    """--data; what: the texts in the file, line: the JSON in a line of it."""
+def add_data(parser: argparse.ArgumentParser, what: str) -> None:
+    """--data; what: the texts in the file."""
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help=f"{what}: a JSON {line} per line of a .jsonl file, or the whole of any other file; "
-        "default: texts of the bundled model's world",
+        help=f"{what}: a JSON string or list of token ids per line of a .jsonl file, or the whole "
+        "of any other file; default: texts of the bundled model's world",
     )
 
 

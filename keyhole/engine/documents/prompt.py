@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,9 @@ def assemble(
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():
         raise RequestError("the question is empty; ask something")
-    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+    if isinstance(names, Iterable) and not isinstance(names, str):
+        names = [*names]  # of an iterator, or an array
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")
     if reuse.document_limit is not None and len(set(names)) > reuse.document_limit:
         names = documents.choose(_text_of(tokenizer, question), names, reuse.document_limit)

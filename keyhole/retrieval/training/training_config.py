@@ -29,6 +29,8 @@ from keyhole.errors import ConfigError, why
 from keyhole.retrieval.config import INPUTS
 
 OBJECTIVES = ("attention", "selection", "eagle", "gate")
+#: Settings of one objective, which the others would ignore.
+_ONLY_FOR = {"unroll_steps": "eagle", "block_size": "gate"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ class TrainingConfig:
                 f"--start {self.start!r} requires --objective selection or eagle, not "
                 f"{self.objective!r}"
             )
+        for name, objective in _ONLY_FOR.items():
+            value = getattr(self, name)
+            usual = value == type(self).__dataclass_fields__[name].default
+            right = f"left out, or combined with --objective {objective}"
+            require(usual or self.objective == objective, name, value, right)
         weight = self.attention_weight
         require(is_number(weight) and weight >= 0, "attention_weight", weight, "a number >= 0")
         if weight and (self.objective != "eagle" or self.inputs != "tokens+features"):
@@ -99,6 +106,9 @@ class TrainingConfig:
         if self.feature_layers is not None:
             require_layers("feature_layers", self.feature_layers)
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        ignored = self.objective == "attention" and self.inputs == "tokens" and self.feature_layers
+        right = "left out, or combined with --inputs tokens+features"
+        require(not ignored, "feature_layers", self.feature_layers, right)
         if self.length is not None:
             require(is_count(self.length, SHORTEST), "length", self.length, f">= {SHORTEST}")
         rate = self.learning_rate
@@ -112,7 +122,7 @@ class TrainingConfig:
 
 #: Shorter texts have almost nothing outside of the window.
 SHORTEST = 64
-_FORMS = "a JSON string or list of token ids per line of a .jsonl file, or the whole of a .txt file"
+FORMS = "a JSON string or list of token ids per line of a .jsonl file, or the whole of a .txt file"
 
 
 class Corpus(Protocol):
@@ -169,34 +179,41 @@ def read(path: str | Path, tokenizer: Any, vocab_size: int) -> FileCorpus:
     """
     name = str(path)
     texts = [
-        _ids(text, tokenizer, vocab_size, f"--data {name!r}{where}") for where, text in _read(name)
+        _ids(text, tokenizer, vocab_size, f"--data {name!r}{where}")
+        for where, text in texts_in(name)
     ]
     long_enough = tuple(text for text in texts if len(text) >= SHORTEST)
     if not long_enough:
         longest = max(map(len, texts), default=0)
         raise ConfigError(
             f"--data {name!r} has no text of {SHORTEST} tokens or more (the longest of "
-            f"{len(texts)} has {longest}); give {_FORMS}"
+            f"{len(texts)} has {longest}); give {FORMS}"
         )
     return FileCorpus(long_enough, f"--data {name!r}")
 
 
-def _read(name: str) -> list[tuple[str, object]]:
-    """Every text and its place in the file."""
+def texts_in(name: str) -> list[tuple[str, Any]]:
+    """Every text of --data, or list of token ids, after its place in the file.
+
+    ConfigError for a file that cannot be read, and for a line that is neither.
+    """
     try:
-        content = Path(name).read_text(encoding="utf-8")
+        content = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--data {name!r} cannot be read: {why(error)}") from error
     if not name.endswith(".jsonl"):
         return [("", content)]
-    found: list[tuple[str, object]] = []
+    found: list[tuple[str, Any]] = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            found.append((f", line {number}", json.loads(line)))
+            text = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"--data {name!r}, line {number} is not JSON: {error}") from error
+        if not isinstance(text, str | list):
+            raise ConfigError(f"--data {name!r}, line {number} must be {FORMS}")
+        found.append((f", line {number}", text))
     return found
 
 
@@ -207,7 +224,7 @@ def _ids(text: object, tokenizer: Any, vocab_size: int, where: str) -> list[int]
         # Without the warning about length: long texts are cut.
         text = tokenizer(text, verbose=False)["input_ids"]
     if not isinstance(text, list) or not all(type(token) is int for token in text):
-        raise ConfigError(f"{where} must be {_FORMS}")
+        raise ConfigError(f"{where} must be {FORMS}")
     wrong = [token for token in text if not 0 <= token < vocab_size]
     if wrong:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keyhole import LLM, SamplingParams
@@ -61,8 +62,15 @@ def test_a_block_has_tokens(size: Any, stored: LLM) -> None:
         stored.documents.add("odd", "text", block_size=size)
 
 
-@pytest.mark.parametrize("names", [[3], ["note", None], [["note"]]])
+@pytest.mark.parametrize("names", [[3], ["note", None], [["note"]], iter(()), 3, None])
 def test_names_are_text(names: Any, stored: LLM) -> None:
-    """A number used to end in an AttributeError."""
+    """A number used to end in an AttributeError, no names of an iterator in one of numpy."""
     with pytest.raises(RequestError, match="must be a list of at least one stored name"):
         stored.ask("which?", names, params=FEW)
+
+
+@pytest.mark.parametrize("make", [iter, np.array, dict.fromkeys])
+def test_names_may_come_from_any_iterable(make: Any, stored: LLM) -> None:
+    """An iterator was used up by the check and ended in an error of numpy, as did an array."""
+    given = stored.ask("which?", make(["note"]), params=FEW)
+    assert given.token_ids == stored.ask("which?", ["note"], params=FEW).token_ids
