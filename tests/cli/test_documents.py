@@ -242,6 +242,20 @@ def test_an_empty_store_prints_how_to_begin(run: Run, tmp_path: Path) -> None:
     assert ran.status == 0
     assert ran.out.startswith("no documents at ")
     assert "keyhole documents add NAME FILE" in ran.out
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("action", ["show a", "remove a", "verify", "ask q --documents a"])
+def test_only_adding_creates_a_store(action: str, run: Run, tmp_path: Path) -> None:
+    """A folder that was mistyped stood empty afterwards."""
+    place = str(tmp_path / "new")
+    ran = run("documents", *action.split(), "--store", place)
+    assert ran.status == 2
+    assert (
+        ran.err
+        == f"error: --store {place!r} is not a folder; `keyhole documents add` creates one\n"
+    )
+    assert not [*tmp_path.iterdir()]
 
 
 def test_removing_is_all_or_nothing(stored: Documented) -> None:

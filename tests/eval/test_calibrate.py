@@ -171,7 +171,7 @@ def test_the_cost_of_a_placement_is_that_of_its_sparse_layers() -> None:
 def test_a_choice_that_leaves_no_sparse_layer_is_refused(method: Any) -> None:
     measured = found([[1.0] * 5 for _ in range(5)], (0, 1, 2, 3, 4))
     measured.place(method, 3, (0,))
-    with pytest.raises(ConfigError, match="num_delta_layers 4 .* fewer than the 4"):
+    with pytest.raises(ConfigError, match=r"num_delta_layers 4 .* fewer than the 4"):
         measured.place(method, 4, (0,))
 
 

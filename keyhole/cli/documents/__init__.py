@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from keyhole.cli.common.parser import Parser, add_command
+from keyhole.errors import ConfigError
 
 #: Name and one line of help.
 ACTIONS = {
@@ -40,5 +41,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the action."""
+    """Runs the action; only `add` creates a store."""
+    from keyhole.cli.documents.manage import is_there
+
+    if arguments.action not in ("add", "list") and not is_there(arguments):
+        raise ConfigError(
+            f"--store {arguments.store!r} is not a folder; `keyhole documents add` creates one"
+        )
     return int(arguments.run_action(arguments))

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
@@ -90,6 +91,11 @@ def place(arguments: argparse.Namespace) -> str:
     return str(arguments.store or default_place())
 
 
+def is_there(arguments: argparse.Namespace) -> bool:
+    """Whether the folder that --store names exists; of a URL the store itself tells."""
+    return arguments.store is None or "://" in arguments.store or Path(arguments.store).is_dir()
+
+
 def expand(given: Sequence[str], known: Iterable[str]) -> list[str]:
     """The names in order; one that ends in "/" is replaced by all names that begin with it, sorted.
 
@@ -136,8 +142,10 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_list(arguments: argparse.Namespace) -> int:
     """Prints a row per document."""
     asked = arguments.model is not None
-    store = open_llm(arguments).documents.store if asked else open_store(arguments)
-    infos, where = store.list(), place(arguments)
+    infos, where = [], place(arguments)
+    if is_there(arguments):  # opening a store creates its folder
+        store = open_llm(arguments).documents.store if asked else open_store(arguments)
+        infos = store.list()
     if arguments.json:
         known = [about(info) | ({} if asked else {"encoded": None}) for info in infos]
         print(terminal.to_json({"place": where, "documents": known}))
