@@ -124,7 +124,7 @@ class LLM:
         draft: What proposes tokens that one step checks together: "ngram" (what followed the newest
             tokens where they occurred before), "eagle3" (the draft model next to the weights),
             "eagle3:FOLDER" (another one), or None. Results do not change, except under SpeContext
-            with a draft model, which then chooses once for the tokens that a step checks.
+            with a draft model, which then selects for proposed tokens by its own output.
         num_draft_tokens: Most proposed tokens of a request in a step.
         kv_dtype: How keys and values are stored: "int8" or "fp8" in 8 bits, each key and value of a
             head with a scale of its own, which halves their memory; "auto": as the model computes.
