@@ -5,7 +5,7 @@
 
 A part is a list of `keyhole eval` commands with one file in benchmarks/results/. A command skips
 what the file already has, so an interrupted run resumes when it is called again.
-`--render` writes the pages and its figures from the stored lines. Each process uses one core
+`--render` writes the pages and their figures from the stored lines. Each process uses one core
 (OMP_NUM_THREADS=1), so parts may run in parallel.
 """
 

@@ -7,6 +7,7 @@ each bundled model.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.document_reuse.methods import EQUAL, PAIRS
@@ -20,6 +21,12 @@ TINY, HOPS, SCRATCH = (
     for of in ("", " of tiny-hops", " of keyhole-scratch-1")
 )  # fmt: skip
 
+#: The comments around the table of all models together.
+TOGETHER = (
+    "<!-- equal budgets, all models: python -m benchmarks.samkv --render -->\n",
+    "<!-- end of equal budgets, all models -->",
+)
+_QUESTIONS = {"one": "one fact", "two_hop": "two hops", "needs_each_other": "each other"}
 _HEADS = {
     "one/anywhere": "one, anywhere",
     "two_hop/anywhere": "two hops, anywhere",
@@ -44,6 +51,12 @@ def write(lines: Lines, docs: Path, comments: tuple[str, str] = TINY) -> None:
     """Rewrites the tables of the page between these comments."""
     page = docs / PAGE
     page.write_text(between(page.read_text(), *comments, render(lines)))
+
+
+def write_together(models: Sequence[Lines], docs: Path) -> None:
+    """Rewrites the table of all models."""
+    page = docs / PAGE
+    page.write_text(between(page.read_text(), *TOGETHER, together(models)))
 
 
 def render(lines: Lines) -> str:
@@ -82,13 +95,39 @@ def _gains(found: dict[str, Line]) -> str:
         cells = []
         for line in found.values():
             own, theirs = (_result(line, which)["right"] for which in (name, other))
-            more = gain(own, theirs)
-            cells.append(
-                f"{100 * more.points:+.0f} ({100 * more.low:+.0f} to {100 * more.high:+.0f}), "
-                f"p {more.p:.2g}"
-            )
+            cells.append(_gain(own, theirs))
         rows.append(f"| {name} than {other} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def together(models: Sequence[Lines]) -> str:
+    """Each selection and its control on the questions of all models, by kind of question."""
+    rows = [f"| as many tokens kept | {' | '.join(_QUESTIONS.values())} |", "|---" * 4 + "|"]
+    for pair in PAIRS:
+        cells = []
+        for question in _QUESTIONS:
+            own, theirs = (
+                [
+                    right
+                    for lines in models
+                    for (kind, _), line in lines.items()
+                    if kind.split("/")[0] == question
+                    for right in _result(line, name)["right"]
+                ]
+                for name in pair
+            )
+            if not own:
+                return ""
+            cells.append(f"{sum(own)} and {sum(theirs)} of {len(own)}: {_gain(own, theirs)}")
+        rows.append(f"| {' and '.join(pair)} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _gain(own: Sequence[int], theirs: Sequence[int]) -> str:
+    """Points more, with their interval and p."""
+    more = gain(own, theirs)
+    points, low, high = (100 * value for value in (more.points, more.low, more.high))
+    return f"{points:+.0f} ({low:+.0f} to {high:+.0f}), p {more.p:.2g}"
 
 
 def _head(first: str, found: dict[str, Line], last: list[str]) -> str:

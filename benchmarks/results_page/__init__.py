@@ -1,6 +1,6 @@
 """The pages of docs/results/ about right answers and their cost.
 
-`python -m benchmarks.evaluation --render` writes it from the stored lines; a cell that was not
+`python -m benchmarks.evaluation --render` writes them from the stored lines; a cell that was not
 measured is a dash in a table and white in a figure.
 """
 
@@ -28,8 +28,6 @@ from keyhole.eval.report.plot_style import NOTHING
 
 FOLDER = "results"
 LINES, ERRORS, SCOPE = "evaluation.jsonl", "evaluation-errors.jsonl", "dense-layers.jsonl"
-#: Before the names of a model's parts -> the model.
-_MODELS = {"": "tiny", controls.HOPS: "tiny-hops", controls.SCRATCH: "keyhole-scratch"}
 #: The budget and length at which each policy's configuration is shown.
 _SHOWN = (256, 2048)
 _WRITTEN_BY = (
@@ -92,8 +90,7 @@ def pages(
         else:
             parts += variations.sections(claims, pictures)
         intro = [paragraph(page.about)] if parts else []
-        name = f"{_MODELS[prefix]}.md"
-        found[name] = page.title, [*intro, *parts]
+        found[page.file] = page.title, [*intro, *parts]
     if lines:
         title = f"Configurations as of {month(newest(lines))}"
         found["configurations.md"] = title, _configurations(lines, errors)

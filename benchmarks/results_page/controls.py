@@ -103,6 +103,7 @@ _READING = "[How to read the tables](index.md#controls-intervals-and-tests)."
 class ModelPage(NamedTuple):
     """A page of docs/results/: a model, and the terms of its comparisons."""
 
+    file: str
     title: str
     about: str
     terms: Mapping[str, tuple[str, str]]
@@ -111,12 +112,14 @@ class ModelPage(NamedTuple):
 #: Before the names of a model's parts -> its page.
 PAGES = {
     "": ModelPage(
+        "tiny.md",
         "Methods and their controls on `tiny`",
         "The first bundled model: 6 layers, of which [layers 0 to 2 look everything "
         f"up](scope.md#what-tiny-can-and-cannot-tell). {_READING}",
         TERMS,
     ),
     HOPS: ModelPage(
+        "tiny-hops.md",
         "Methods and their controls on `tiny-hops`",
         "The second bundled model has 8 layers, and in one of its tasks layers 3 and 4 look up "
         "what earlier ones have found. With layers 0 and 1 dense and an eighth of the text, "
@@ -126,6 +129,7 @@ PAGES = {
         _HOPS_TERMS,
     ),
     SCRATCH: ModelPage(
+        "keyhole-scratch.md",
         "Methods and their controls on `keyhole-scratch`",
         "A model of 8 layers that learned from random weights where it looks things up. It is "
         "in `recipes/tiny_model` of a clone, and not in the package. The order of methods "

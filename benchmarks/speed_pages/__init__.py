@@ -1,9 +1,9 @@
 """Writes the stored lines into the documents: `python -m benchmarks.speed_pages`.
 
-    README.md          a table per device, between two comments
+    README.md              a table per device, between two comments
     docs/results/speed.md  step times, memory, weights of few bits, several tokens per step,
-                       kernels, offloaded layers, a million tokens, the papers' headline settings
-    docs/images/       a figure of step time against context per table, and one of repeat rates
+                           kernels, offloaded layers, a million tokens, the papers' settings
+    docs/images/           a figure of step time per table, and one of repeat rates
 
 The newest line counts: for decoding per device and batch, for kernels per device, for headline
 settings per setting on a GPU, for a million tokens per shape, policy and length, for weights of few

@@ -55,7 +55,8 @@ _NOT_PAPER = ("text", "prefill_policies")
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
     """ConfigError if one of these flags was given, which the suite would ignore."""
     for name in names:
-        if getattr(arguments, name) not in (None, False):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:  # 0 is a value
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is not for --suite {arguments.suite}")
 

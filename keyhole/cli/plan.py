@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -197,7 +198,8 @@ def _under_policy(
     policy = make_policy(name, budget).resolve(geometry)
     try:
         layers = allocation.movable(geometry, policy)
-    except ConfigError:  # such an engine runs without offload
+    except ConfigError as refused:  # an engine under this policy runs without offload
+        print(f"no layer is offloaded: {refused}", file=sys.stderr)
         layers = ()
     for wanted, place in ((policy.wants_head, HEAD_FOLDER), (policy.wants_gate, GATE_FOLDER)):
         if wanted and (shape.folder / place).is_dir():

@@ -152,9 +152,12 @@ def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
     text = (benchmarks.ROOT / "docs" / document_page.PAGE).read_text()
     assert document_page.inserted(text, document_page.render(lines)) == text
-    for model in samkv.MODELS.values():
-        tables = document_equal.render(document_equal.stored(model.output))
+    models = [document_equal.stored(model.output) for model in samkv.MODELS.values()]
+    for model, found in zip(samkv.MODELS.values(), models, strict=True):
+        tables = document_equal.render(found)
         assert document_page.between(text, *model.comments, tables) == text
+    tables = document_equal.together(models)
+    assert document_page.between(text, *document_equal.TOGETHER, tables) == text
 
 
 def test_another_model_is_measured_at_equal_budgets_only(
