@@ -43,7 +43,7 @@ def test_the_version_is_that_of_the_installation(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.metadata, "version", installed)
     monkeypatch.delitem(vars(keyhole), "__version__", raising=False)
     assert keyhole.__version__ == "7.8.9"
-    monkeypatch.delitem(vars(keyhole), "__version__")
+    del vars(keyhole)["__version__"]  # `monkeypatch` would put it back
 
 
 def test_a_bare_copy_of_the_source_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_bare_copy_of_the_source_has_a_version_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", missing)
     monkeypatch.delitem(vars(keyhole), "__version__", raising=False)
     assert Version(keyhole.__version__).local == "unknown"
-    monkeypatch.delitem(vars(keyhole), "__version__")
+    del vars(keyhole)["__version__"]  # `monkeypatch` would put it back
 
 
 def test_every_python_that_wheels_are_built_for_is_declared() -> None:
