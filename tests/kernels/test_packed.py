@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
-from keyhole.kernels import reference
+from keyhole.kernels import cpu, reference
 from tests.effort import examples
 from tests.kernels.test_twins import DTYPES, TOLERANCE, check
 
@@ -52,6 +52,44 @@ def test_products_are_those_of_the_unpacked_weight(
     # Plain paths round the weights to the dtype first, so it counts what is added up.
     size = x.double().abs() @ exact.abs().T + 1.0
     assert ((found.double() - wanted).abs() <= TOLERANCE[dtype] * size).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_large_input_costs_the_precision_of_its_own_group_only(
+    bits: int, group: int, dtype: torch.dtype
+) -> None:
+    """A processor may round inputs of 16 bits to 2^-16 of the largest one of their group."""
+    random = torch.Generator().manual_seed(group + bits)
+    weight = torch.randn(48, 512, generator=random).to(dtype)
+    x = torch.randn(5, 512, generator=random)
+    x[:, 300] = 3e4
+    weight[:, 256:384] = 0.0  # so that the large input itself adds nothing
+    x[3] *= 1e-4
+    x[4] = 0.0
+    x, packed = x.to(dtype), kernels.pack(weight, bits, group)
+    found = kernels.packed_linear(x, packed)
+    plain = cpu.current() == cpu.REFERENCE  # which rounds weights to the dtype
+    exact = kernels.unpack(packed).double() if plain else unpacked(packed)
+    wanted = x.double() @ exact.T
+    largest = x.double().unflatten(1, (-1, group)).abs().amax(2)
+    codes = (exact - packed.minimums.double().repeat_interleave(group, 1)).abs()
+    lost = 2.0**-16 * largest @ codes.unflatten(1, (-1, group)).sum(2).T
+    rounded = torch.finfo(dtype).eps * wanted.abs() + 1e-6
+    assert ((found.double() - wanted).abs() <= lost + rounded).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_an_input_that_is_not_finite_is_not_hidden(bits: int, number: float) -> None:
+    packed = kernels.pack(torch.randn(20, 256).bfloat16(), bits, 64)
+    x = torch.randn(3, 256).bfloat16()
+    wanted = kernels.packed_linear(x, packed)
+    x[1, 77] = number
+    found = kernels.packed_linear(x, packed)
+    assert not found[1].isfinite().any()
+    torch.testing.assert_close(found[::2], wanted[::2], rtol=0, atol=0)
 
 
 def unpacked(packed: kernels.PackedWeight) -> torch.Tensor:

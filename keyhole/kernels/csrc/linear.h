@@ -79,13 +79,22 @@ static inline float number(const float16* p) {
 #endif
 }
 
-// Inputs of some tokens, and their sums over each group, padded with zeros to whole vectors.
+// How codes and inputs of T are multiplied: as floats, or in another way of a processor path.
+template <class T>
+struct CodeProduct : Product<T> {
+    using Sum = Vector;
+    static constexpr bool scaled = false;  // the inputs of each group have a scale
+    static Sum none() { return broadcast(0.0f); }
+    static Vector floats(Sum sum) { return sum; }
+};
+
+// Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
 template <class T>
 struct Inputs {
-    const typename Product<T>::Query* rows;
+    const typename CodeProduct<T>::Query* rows;
     int64_t stride;
-    const float* sums;
-    int64_t sums_stride;
+    const float *sums, *scales;
+    int64_t groups_stride;
 };
 
 [[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
@@ -97,7 +106,7 @@ struct Inputs {
 template <class P, int bits, int at, int R, int H>
 [[gnu::always_inline]] static inline void add_span(const uint8_t* block, int64_t row_bytes,
                                                    const typename P::Query* x, int64_t stride,
-                                                   Vector (&part)[R][H]) {
+                                                   typename P::Sum (&part)[R][H]) {
     for (int64_t j = 0; j < kSpan<bits>; j += P::step)
         for (int r = 0; r < R; r++) {
             const auto key = codes_at<P, bits, at>(block + r * row_bytes, j);
@@ -110,31 +119,33 @@ template <class P, int bits, int at, int R, int H>
 template <class T, int bits, int H, int R>
 static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead,
                                float* out) {
-    using P = Product<T>;
+    using P = CodeProduct<T>;
     constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
     const uint8_t* from = a.weight.codes + row * row_bytes;
     const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
     const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
-    Vector total[R][H], part[R][H];
+    Vector total[R][H];
+    typename P::Sum part[R][H];
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
+        for (int h = 0; h < H; h++) total[r][h] = broadcast(0.0f), part[r][h] = P::none();
     for (int64_t g = 0; g < groups; g += W) {
         const int n = static_cast<int>(groups - g < W ? groups - g : W);
         for (int r = 0; r < R; r++) {
             const T* p = minimums + r * groups + g;
             const Vector m = n == W ? load(p) : load(p, n);
             for (int h = 0; h < H; h++)
-                total[r][h] = fma(m, load(in.sums + h * in.sums_stride + g), total[r][h]);
+                total[r][h] = fma(m, load(in.sums + h * in.groups_stride + g), total[r][h]);
         }
     }
     int64_t g = 0;
     const auto end_group = [&]() {
         for (int r = 0; r < R; r++) {
-            const Vector scale = broadcast(number(scales + r * groups + g));
+            const float scale = number(scales + r * groups + g);
             for (int h = 0; h < H; h++) {
-                total[r][h] = fma(part[r][h], scale, total[r][h]);
-                part[r][h] = broadcast(0.0f);
+                const float of_inputs = P::scaled ? in.scales[h * in.groups_stride + g] : 1.0f;
+                total[r][h] = fma(P::floats(part[r][h]), broadcast(scale * of_inputs), total[r][h]);
+                part[r][h] = P::none();
             }
         }
         g++;
@@ -176,36 +187,50 @@ static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64
     for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
 }
 
+// Keeps a token's inputs for products, and the sum and scale of each group.
+template <class T>
+static inline void keep_inputs(const T* x, int64_t I, int64_t group,
+                               typename CodeProduct<T>::Query* row, float* sums, float* scales) {
+    using P = CodeProduct<T>;
+    if constexpr (P::scaled) {
+        for (int64_t g = 0; g < I / group; g++)
+            P::keep_group(x + g * group, group, row + g * group, sums[g], scales[g]);
+    } else {
+        keep_query(x, I, row);
+        for (int64_t g = 0; g < I / group; g++) {
+            Vector sum = broadcast(0.0f);
+            for (int64_t i = 0; i < group; i += Vector::width)
+                sum = sum + load(row + g * group + i);
+            sums[g] = total(sum);
+        }
+    }
+}
+
 template <class T, int bits>
 static void packed_linear_in(const PackedLinear& a) {
-    using P = Product<T>;
+    using P = CodeProduct<T>;
     using Query = typename P::Query;
     constexpr int W = Vector::width, most = W / 2;
     const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
-    const int64_t sums_stride = rounded_up(groups, W);
+    const int64_t groups_stride = rounded_up(groups, W);
     // Rows in order, so that most are prefetched, and enough pieces for all threads.
     const int64_t tiles = (a.O + kTile - 1) / kTile, threads = omp_get_max_threads();
     const int64_t piece = tiles >= 16 * threads ? 4 : 1;
     auto* sums = static_cast<float*>(
-        workspace(1, a.T * (sums_stride * sizeof(float) + stride * sizeof(Query))));
-    auto* rows = reinterpret_cast<Query*>(sums + a.T * sums_stride);
-    memset(sums, 0, a.T * sums_stride * sizeof(float));
-    for (int64_t t = 0; t < a.T; t++) {
-        Query* row = rows + t * stride;
-        keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, row);
-        for (int64_t g = 0; g < groups; g++) {
-            Vector sum = broadcast(0.0f);
-            for (int64_t i = 0; i < a.weight.group; i += W)
-                sum = sum + load(row + g * a.weight.group + i);
-            sums[t * sums_stride + g] = total(sum);
-        }
-    }
+        workspace(1, a.T * (2 * groups_stride * sizeof(float) + stride * sizeof(Query))));
+    auto* scales = sums + a.T * groups_stride;
+    auto* rows = reinterpret_cast<Query*>(scales + a.T * groups_stride);
+    memset(sums, 0, a.T * groups_stride * sizeof(float));
+    for (int64_t t = 0; t < a.T; t++)
+        keep_inputs(static_cast<const T*>(a.x) + t * a.x_stride, a.I, a.weight.group,
+                    rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
     const auto compute = [&](int64_t first) {
         const int64_t count = a.O - first < kTile ? a.O - first : kTile;
         for (int64_t t = 0; t < a.T;) {
             const bool ahead = t == 0;
             float out[most * kTile];
-            const Inputs<T> in{rows + t * stride, stride, sums + t * sums_stride, sums_stride};
+            const Inputs<T> in{rows + t * stride, stride, sums + t * groups_stride,
+                               scales + t * groups_stride, groups_stride};
             const int64_t left = a.T - t;
             int64_t H = 1;
             if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, first, count, ahead, out), H = most;

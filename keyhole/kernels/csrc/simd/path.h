@@ -1,6 +1,7 @@
 // One processor path: included once per path by a file that is compiled with that path's flags and
 // defines KEYHOLE_PATH, its name, KEYHOLE_VECTOR, its vector type, KEYHOLE_PROMPT_TILES, how its
-// prompts read keys and values, and KEYHOLE_INT8_TILES, if it multiplies int8 without widening.
+// prompts read keys and values, KEYHOLE_INT8_TILES, if it multiplies int8 without widening, and
+// KEYHOLE_CODES, if it multiplies the codes of packed weights without making them floats.
 // Everything lies in a namespace of its own, and no template of the standard library is used, so
 // that code for newer processors can never be linked in place of code for older ones.
 #if defined(__x86_64__)
@@ -33,6 +34,9 @@ using Int8Digits = QueryForm<int8>;
 #include "bounds.h"
 #include "summaries.h"
 #include "linear.h"
+#ifdef KEYHOLE_CODES
+#include KEYHOLE_CODES
+#endif
 #include "quantise.h"
 
 // `K` of a call: the dtype in which keys and values are stored.
