@@ -12,7 +12,7 @@ Line = dict[str, Any]
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """Tables and targets of the newest line of each length and batch; empty without lines."""
+    """Tables and targets of the newest line of each processor, length and batch, or nothing."""
     newest = {_key(line): line for line in lines}
     found = [newest[key] for key in sorted(newest, key=str)]
     if not found:
@@ -30,7 +30,8 @@ def section(lines: Sequence[Line]) -> list[str]:
 
 def _key(line: Line) -> Hashable:
     settings = line["settings"]
-    return settings["batch"], tuple(settings["contexts"]), settings["layers"]
+    cpu = line["machine"]["cpu"]
+    return cpu, settings["batch"], tuple(settings["contexts"]), settings["layers"]
 
 
 def _table(line: Line) -> str:
