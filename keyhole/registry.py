@@ -238,7 +238,7 @@ class SettingsFile:
     def read(cls, path: str | Path) -> Self:
         """The file of this path; ConfigError names it and says what is wrong with it."""
         try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            stored = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read the settings file {str(path)!r}: {why(error)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from keyhole import CacheBlend, Delta, Epic, FullReuse, Quest, SamKV, StreamingLLM
@@ -66,6 +68,12 @@ def test_settings_behind_a_settings_file_come_before_its_own(
     stored = {"token_budget": 256, "full_layers": [0]}
     SettingsFile(policy="quest", settings=stored).save("mine.json")
     assert make_policy("mine.json:token_budget=64") == Quest(token_budget=64, full_layers=(0,))
+
+
+def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"policy": "quest", "settings": {"token_budget": 64}}', encoding="utf-8-sig")
+    assert make_policy(str(path)) == Quest(token_budget=64)
 
 
 def test_several_names_stand_with_commas_between() -> None:

@@ -82,7 +82,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
     if arguments.file is not None:
         return _contents(arguments.file)
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
-        return sys.stdin.read()
+        return "".join(terminal.stdin_lines())
     if arguments.prompt is None:
         raise ConfigError(
             "no prompt; give one as an argument, with --file or --prompt-ids, or on stdin"
@@ -99,7 +99,7 @@ def _ids(text: str) -> list[int]:
 
 def _contents(name: str) -> str:
     try:
-        return Path(name).read_text()
+        return Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {name!r} cannot be read: {why(error)}") from error
 
@@ -159,7 +159,7 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
 def _lines() -> Iterator[str]:
     """Stripped lines of stdin, with a prompt where someone types."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin)
+        yield from (line.strip() for line in terminal.stdin_lines())
         return
     import readline  # noqa: F401  (gives `input` its history)
 

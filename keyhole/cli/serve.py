@@ -77,7 +77,7 @@ def _keys(path: str | None) -> tuple[str, ...]:
     found = os.environ.get(_KEYS, "").split(",")
     if path is not None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--api-key-file {path!r} cannot be read: {why(error)}") from error
         if not any(line.strip() for line in lines):

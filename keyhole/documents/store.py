@@ -153,15 +153,16 @@ class DocumentStore:
         record: DocumentRecord,
         *,
         overwrite: bool = False,
-        pinned: bool = False,
+        pinned: bool | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> DocumentInfo:
         """Stores a document; when this returns, it is on disk.
 
         Adding the same name and source again changes only the pin and the metadata, unless the
         stored files are damaged. overwrite: replace a document of this name, including the records
-        of its old text by all models. pinned: never evict it. metadata: JSON that is stored with
-        it; None: that of the same text before, else none.
+        of its old text by all models. pinned: whether it is never evicted; None: as the document
+        of this name before, else not. metadata: JSON that is stored with it; None: that of the
+        same text before, else none.
 
         Raises ConfigError for an invalid name or source, for a name that has another source, and
         for a record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not
@@ -182,8 +183,8 @@ class DocumentStore:
                     pinned=pinned,
                     metadata=described,
                 )
-        if pinned:
-            self.pin(name)
+        if pinned is not None:
+            self.pin(name, pinned)
         if metadata is not None:
             self.describe(name, metadata)
         return self.info(name)

@@ -80,7 +80,7 @@ class Writer:
         record: DocumentRecord,
         *,
         overwrite: bool,
-        pinned: bool,
+        pinned: bool | None,
         metadata: str | None,
     ) -> DocumentInfo:
         """Stores a record that was validated; see `DocumentStore.add`."""
@@ -92,7 +92,7 @@ class Writer:
             tokens=len(record.token_ids),
             block_size=record.block_size,
             created=same.created if same is not None else time.time(),
-            pinned=pinned,
+            pinned=bool(pinned),
             metadata="{}" if metadata is None else metadata,
         )
         pieces = serialise(
@@ -109,7 +109,8 @@ class Writer:
         staged = self._catalogue.place.stage(path, pieces)
         try:
             with self._catalogue.locked():
-                self._commit(head, origin, staged, size, overwrite, keep=metadata is None)
+                keep = pinned is None, metadata is None
+                self._commit(head, origin, staged, size, overwrite, keep=keep)
                 return self._catalogue.index.infos(self._model, [name])[0]
         finally:
             staged.discard()
@@ -122,9 +123,9 @@ class Writer:
         size: int,
         overwrite: bool,
         *,
-        keep: bool,
+        keep: tuple[bool, bool],
     ) -> None:
-        """Makes what was staged the document. keep: the metadata that the text has now."""
+        """Makes what was staged the document. keep: the pin, and the metadata, that it has now."""
         catalogue, file = self._catalogue, self._file(head.digest)
         # Checked again, because another process may have been faster.
         old = catalogue.find(head.name)
@@ -132,8 +133,8 @@ class Writer:
         # Pinned or described, perhaps, while the record was written.
         head = dataclasses.replace(
             head,
-            pinned=head.pinned or (old is not None and old.pinned),
-            metadata=same.metadata if keep and same is not None else head.metadata,
+            pinned=old.pinned if keep[0] and old is not None else head.pinned,
+            metadata=same.metadata if keep[1] and same is not None else head.metadata,
         )
         self._require_room(head, origin, size)
         staged.commit()

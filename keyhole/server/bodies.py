@@ -325,5 +325,5 @@ class DocumentBody(Body):
 
     text: str
     overwrite: bool = True
-    pinned: bool = False
+    pinned: bool | None = None
     metadata: dict[str, Any] | None = None

@@ -23,16 +23,13 @@ from keyhole.server.chat.prompt import prepared, reply_to_question
 from keyhole.server.chat.reply import Reply
 from keyhole.server.documents.passages import passages_of
 from keyhole.server.documents.routes import search
-from keyhole.server.errors import ApiError, api_error, concerning, is_failure
+from keyhole.server.errors import GONE, ApiError, api_error, concerning, is_failure
 from keyhole.server.state import State, state_of
 
 logger = logging.getLogger("keyhole.server")
 router = APIRouter()
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-#: The client has disconnected and does not read this.
-_GONE = 499
-
 _Any = TypeVar("_Any")
 _Stream = AsyncGenerator[Piece, None]
 #: The passages that a finished prompt used of its documents.
@@ -195,14 +192,14 @@ async def respond(
         if not body.stream:
             work = functools.partial(_whole, state, answer, streams, used_passages, limit)
             answered = await _unless_gone(request, work)
-            return Response(status_code=_GONE) if answered is None else answered
+            return Response(status_code=GONE) if answered is None else answered
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
         # A request that can never be served gets its own status.
         first = await _unless_gone(request, functools.partial(anext, events))
     if first is None:
         await events.aclose()
-        return Response(status_code=_GONE)
+        return Response(status_code=GONE)
     return StreamingResponse(
         _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
     )

@@ -22,6 +22,8 @@ from keyhole.errors import (
     StorageFullError,
 )
 
+#: The status of a request whose client has disconnected, who does not read it.
+GONE = 499
 #: Class of an error -> status, type, code; the first match counts.
 _KINDS: tuple[tuple[type[KeyholeError], int, str, str | None], ...] = (
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),

@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keyhole.server.errors import ApiError, api_error
+from keyhole.server.errors import GONE, ApiError, api_error
 from keyhole.server.monitoring import logs
 from keyhole.server.settings import is_local
 from keyhole.server.state import State
@@ -61,6 +63,8 @@ class Gate:
             if refused is not None:
                 raise refused
             await self._app(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:  # while it sent its request
+            await Response(status_code=GONE)(scope, exchange.receive, exchange.send)
         except Exception as error:
             if refused is None:
                 logger.exception("a request failed")

@@ -57,6 +57,11 @@ def test_values_are_as_if_they_were_given(file: Path) -> None:
     assert parsed(file, "verify").model == "mine"
 
 
+def test_a_byte_order_mark_is_ignored(file: Path) -> None:
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert parsed(file, "verify").model == "mine"
+
+
 def test_biases_of_tokens_are_a_table(file: Path) -> None:
     file.write_text("[generate.logit_bias]\n15 = -100\n7 = 1.5\n")
     assert parsed(file, "generate", "x").logit_bias == ["15=-100", "7=1.5"]

@@ -49,6 +49,23 @@ def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
     assert run("generate", "-", "--model", path, *OPTIONS, stdin=PROMPT).out == text
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(path: str, run: Run, tmp_path: Path) -> None:
+    """Other answers were given, without a word."""
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8-sig")
+    text = expected(path) + "\n"
+    assert run("generate", "--file", str(file), "--model", path, *OPTIONS).out == text
+    assert run("generate", "--model", path, *OPTIONS, stdin=file.read_bytes()).out == text
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "documents ask --documents x"])
+def test_input_that_is_not_text_is_refused(path: str, run: Run, command: str) -> None:
+    """It was a traceback."""
+    ran = run(*command.split(), "--model", path, "--device", "cpu", stdin=b"caf\xe9 keeps")
+    assert (ran.status, ran.out) == (2, "")
+    assert "stdin is not text in utf-8: 'utf-8' codec can't decode byte 0xe9" in ran.err
+
+
 def test_a_prompt_may_be_token_ids(path: str, run: Run, tmp_path: Path) -> None:
     """A model without a tokenizer could not be used from the command line."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ def test_a_tokenizer_may_be_another_ones(run: Run, path: str, served: Served) ->
     (own, _), (other, _) = served
     assert own.tokenizer.get_vocab() != other.tokenizer.get_vocab()
     assert other.tokenizer.get_vocab() == LLM("tiny").tokenizer.get_vocab()
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(
+    run: Run, served: Served, tmp_path: Path
+) -> None:
+    """The first key was another one, without a word."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("one\r\ntwo\r\n", encoding="utf-8-sig")
+    assert run("serve", "--memory", "8MiB", "--api-key-file", str(keys)).status == 0
+    ((_, config),) = served
+    assert config.api_key == ("one", "two")
 
 
 def test_without_a_model_it_serves_the_bundled_one(run: Run, served: Served) -> None:

@@ -183,11 +183,17 @@ def test_a_pin_survives_a_restart(place: str | Path, store: DocumentStore) -> No
     assert not store.add("b", "two", make_record()).pinned
     assert store.add("b", "two", make_record(), pinned=True).pinned
     assert store.add("b", "two", make_record()).pinned
-    store.pin("a", False)
+    assert store.add("b", "other", make_record(), overwrite=True).pinned
+    assert not store.add("a", "one", make_record(), pinned=False).pinned
     again = DocumentStore(place, MODEL)
     assert [info.pinned for info in again.list()] == [False, True]
     assert again.source("a") == "one"
     assert again.verify() == []
+
+
+def test_another_text_is_unpinned_on_request(store: DocumentStore) -> None:
+    store.add("a", "one", make_record(), pinned=True)
+    assert not store.add("a", "two", make_record(), overwrite=True, pinned=False).pinned
 
 
 def test_records_of_several_models_live_side_by_side(place: str | Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from keyhole import LLM, ConfigError, SamKV, SamplingParams, ShadowKV
 from keyhole.engine.engine import Engine
+from tests.checkpoints import make_model
 from tests.oracle import Array, Choice, best, float64, in_order
 from tests.policies.models import PROMPTS, prompt, twins
 from tests.policies.recording import (
@@ -243,6 +244,25 @@ def test_keys_of_full_rank_are_the_keys(kind: str, rank: int) -> None:
     }
     assert (logits[0] - logits[rank]).abs().max() <= 2e-4
     assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_a_sequence_within_the_budget_is_exact_beside_a_longer_one(
+    kv_dtype: str, tmp_path: Path
+) -> None:
+    """Keys and values of 8 bits were rounded again, to the model's 16 bits."""
+    path = make_model("llama", tmp_path, num_hidden_layers=4)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    found = []
+    for policy in ("full", ShadowKV(token_budget=48)):
+        engine = LLM(
+            path, policy, device="cpu", dtype="bfloat16", kv_dtype=kv_dtype, prefix_cache=False
+        ).engine
+        sequences = [engine.add(prompt(n), params, keep_logits=True) for n in (90, 18)]
+        while engine.has_work:
+            engine.step()
+        found.append(torch.stack(sequences[1].logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
 
 
 def test_reads_besides_keys_are_counted() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import socket
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.server.documents import convert
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import GONE, ApiError
 from tests.documents.test_embeddings import make_encoder
 from tests.documents.test_search import TEXTS as TEXTS_OF_WORDS
 from tests.server.conftest import serving
@@ -45,6 +48,9 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
     assert httpx2.get(f"{place}/shelf/two").json()["hits"] == one["hits"] + 1
     body = {"text": "short", "pinned": True}
     assert httpx2.put(f"{place}/gone", json=body).json()["pinned"]
+    assert httpx2.put(f"{place}/gone", json={"text": "shorter"}).json()["pinned"]
+    body = {"text": "short", "pinned": False}
+    assert not httpx2.put(f"{place}/gone", json=body).json()["pinned"]
     assert httpx2.delete(f"{place}/gone").json() == {
         "id": "gone",
         "object": "document",
@@ -54,6 +60,34 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         answer = method(f"{place}/gone")
         assert answer.status_code == 404
         assert "gone" in answer.json()["error"]["message"]
+
+
+def test_two_files_in_one_request_are_refused(address: str) -> None:
+    """The first one was dropped."""
+    files = [("file", (f"file{i}.txt", b"some text")) for i in range(2)]
+    answer = httpx2.post(f"{address}/v1/documents", files=files)
+    assert answer.status_code == 400
+    assert "one file at a time" in answer.json()["error"]["message"]
+    assert httpx2.get(f"{address}/v1/documents/file1.txt").status_code == 404
+
+
+def test_an_upload_that_ends_early_is_no_failure_of_the_server(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged with a traceback, and counted as status 500."""
+    host, port = address.removeprefix("http://").split(":")
+    counted = f'keyhole_requests_total{{path="/v1/documents/{{name:path}}",status="{GONE}"}} 1.0'
+    with caplog.at_level(logging.INFO, "keyhole.server"):
+        with socket.create_connection((host, int(port))) as client:
+            head = f"PUT /v1/documents/half HTTP/1.1\r\nHost: {host}\r\nContent-Length: 999\r\n\r\n"
+            client.sendall(head.encode() + b"some")
+            time.sleep(0.2)
+        end = time.monotonic() + 30
+        while counted not in httpx2.get(f"{address}/metrics").text:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert httpx2.get(f"{address}/v1/documents/half").status_code == 404
 
 
 @pytest.mark.one_in(3)

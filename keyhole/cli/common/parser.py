@@ -62,7 +62,7 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix not in (".yaml", ".yml"):
         return tomllib.loads(text)
     import yaml

@@ -55,6 +55,15 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin, without a byte order mark before the first one."""
+    try:
+        for number, line in enumerate(sys.stdin):
+            yield line.removeprefix("\ufeff") if number == 0 else line
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin is not text in {error.encoding}: {error}") from error
+
+
 def styled(text: str, style: str, stream: TextIO) -> str:
     """The text, styled if the stream is a terminal."""
     if not style or not stream.isatty():

@@ -100,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole documents add`."""
     parser.add_argument("name", metavar="NAME", help="name of the document")
     parser.add_argument("files", nargs="+", metavar="FILE", help='UTF-8 text; "-" is stdin')
-    parser.add_argument("--pin", action="store_true", help="never evict it")
+    parser.add_argument(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        help="never evict it; neither: as before, else it may be evicted",
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",

@@ -150,7 +150,7 @@ def _runs(tokens: Tensor) -> list[list[list[int]]]:
 def _question(arguments: argparse.Namespace) -> str:
     given = arguments.question
     if given == "-" or (given is None and not sys.stdin.isatty()):
-        given = sys.stdin.read()
+        given = "".join(terminal.stdin_lines())
     if given is None:
         raise ConfigError("no question; give it before --documents, or on stdin")
     if not given.strip():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig, bytes_text, parse_bytes
 from keyhole.documents.source import default_place
-from keyhole.errors import KeyholeError, UnknownNameError
+from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
@@ -92,7 +92,12 @@ def place(arguments: argparse.Namespace) -> str:
 
 
 def is_there(arguments: argparse.Namespace) -> bool:
-    """Whether the folder that --store names exists; of a URL the store itself tells."""
+    """Whether the folder that --store names exists; of a URL the store itself tells.
+
+    ConfigError if it is something else than a folder.
+    """
+    if arguments.store is not None and Path(arguments.store).is_file():
+        raise ConfigError(f"--store {arguments.store!r} is a file; it must be a folder or a URL")
     return arguments.store is None or "://" in arguments.store or Path(arguments.store).is_dir()
 
 

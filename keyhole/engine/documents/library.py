@@ -80,19 +80,19 @@ class Documents:
         text: Prompt,
         *,
         overwrite: bool = False,
-        pinned: bool = False,
+        pinned: bool | None = None,
         block_size: int = BLOCK_SIZE,
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> DocumentInfo:
         """Encodes a document and stores it under `name`.
 
-        text: text, or {"prompt_token_ids": [...]}. pinned: never evicted. block_size: tokens of a
-        block, by which methods choose. Known under this name with another text: an
-        error unless `overwrite`; with the same text: nothing is done. metadata: JSON that is kept
-        with it; None: that of the same text before. progress: called while it is encoded, between
-        requests of other threads, with the tokens that are done and all; what it raises ends the
-        work. RequestError for an empty document, PromptTooLongError for one that the model cannot
+        text: text, or {"prompt_token_ids": [...]}. pinned: never evicted; None: as before.
+        block_size: tokens of a block, by which methods choose. Known under this name with another
+        text: an error unless `overwrite`; with the same text: nothing is done. metadata: JSON that
+        is kept with it; None: that of the same text before. progress: called while it is encoded,
+        between requests of other threads, with the tokens that are done and all; what it raises ends
+        the work. RequestError for an empty document, PromptTooLongError for one that the model cannot
         take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
@@ -100,8 +100,8 @@ class Documents:
         source = str(text) if ids is None else ids
         known = self.store.stored(name, source, overwrite=overwrite)
         if known is not None and known.block_size == block_size:
-            if pinned:
-                self.store.pin(name)
+            if pinned is not None:
+                self.store.pin(name, pinned)
             if metadata is not None:
                 self.store.describe(name, metadata)
             return self.store.info(name)

@@ -124,9 +124,9 @@ def _not_allowed(sequence: Sequence) -> str:
     assert sequence.grammar is not None
     place = len(sequence.tokens) - 1
     if not sequence.grammar.allows_any:
-        return f"the grammar allows no token of this model after {place}"
+        return f"the grammar allows no token of this model after {place} tokens"
     by = "bad_words forbid" if sequence.bad_ids else "the model's scores rule out"
-    return f"{by} every token that the grammar allows after {place}"
+    return f"{by} every token that the grammar allows after {place} tokens"
 
 
 def _was_right(sequence: Sequence, before: int, draft: Tokens[int]) -> bool:

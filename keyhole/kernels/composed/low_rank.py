@@ -147,16 +147,19 @@ def attend_low_rank(
     chunks = page_table.shape[1] * key_pages.shape[2] // low_rank.chunk
     listed = reference.members(low_rank.taken, chunks).gather(2, tokens.long() // low_rank.chunk)
     own = listed | (tokens >= low_rank.first[:, None, None])
-    full = reference.dequantised(_gathered(key_pages, page_table, tokens)).to(keys.dtype)
-    keys = full.where(own[..., None], keys)
-    values = reference.dequantised(_gathered(value_pages, page_table, tokens)).to(keys.dtype)
+    # 8-bit keys and values are float32 here, as a sequence that reads everything must be exact.
+    full = reference.dequantised(_gathered(key_pages, page_table, tokens))
+    keys = full.where(own[..., None], keys.to(full.dtype))
+    values = reference.dequantised(_gathered(value_pages, page_table, tokens))
     # The gathered tokens, in the order of the selection, as one page per sequence.
     place = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
     places = place.expand_as(indices).masked_fill(indices < 0, -1).contiguous()
     table = torch.arange(len(query), dtype=torch.int32, device=indices.device)[:, None]
-    gathered = PagedQuery(query, keys, values, table, torch.full_like(lengths, indices.shape[2]))
+    counts = torch.full_like(lengths, indices.shape[2])
+    gathered = PagedQuery(query.to(keys.dtype), keys, values, table, counts)
     chosen = Selection(places, selection.counts.expand(-1, heads).contiguous(), 1)
-    return attend(gathered, selection=chosen, scale=scale, softcap=softcap, sinks=sinks)
+    out = attend(gathered, selection=chosen, scale=scale, softcap=softcap, sinks=sinks)
+    return out.to(query.dtype)
 
 
 def _gathered(pages_of: Tensor, page_table: Tensor, tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Job:
     name: str
     text: str
     overwrite: bool
-    pinned: bool
+    pinned: bool | None
     metadata: Mapping[str, Any] | None = None
     status: str = "queued"
     done: int = 0

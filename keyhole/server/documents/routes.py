@@ -64,11 +64,13 @@ async def post(
     name: Annotated[str | None, Form()] = None,
     metadata: Annotated[str | None, Form()] = None,
     overwrite: Annotated[bool, Form()] = True,
-    pinned: Annotated[bool, Form()] = False,
+    pinned: Annotated[bool | None, Form()] = None,
     wait: bool = True,
 ) -> Response:
     """Stores a file: text, Markdown, HTML, PDF or DOCX. name: by default that of the file."""
     filename = file.filename or ""
+    if len((await request.form()).getlist("file")) > 1:
+        raise ApiError(400, "one file at a time; send each in a request of its own", param="file")
     try:
         described = None if metadata is None else json.loads(metadata)
     except ValueError as error:

@@ -22,7 +22,8 @@ struct WholeProduct {
         const __m256i query = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
         return _mm256_add_epi32(sum, _mm256_madd_epi16(query, k));
     }
-    // The whole numbers of a group of inputs, their sum and their scale: NaN if one is not finite.
+    // The whole numbers of a group of inputs, their sum and their scale: NaN if one is not finite, or
+    // if the sum is not. A group without an input above 2^-100 counts as zeros.
     static void keep_group(const T* x, int64_t count, int16_t* out, float& sum, float& scale) {
         constexpr float limit = 32767.0f, least = 0x1p-100f;  // limit by least is finite
         constexpr int W = Vector::width;
@@ -32,7 +33,6 @@ struct WholeProduct {
             all = all + v;
             high = max(high, max(v, broadcast(0.0f) - v));
         }
-        sum = total(all);
         const float top = largest(high);
         const Vector up = broadcast(top > least ? limit / top : 0.0f);
         for (int64_t i = 0; i < count; i += W) {
@@ -41,7 +41,9 @@ struct WholeProduct {
                              _mm_packs_epi32(_mm256_castsi256_si128(whole),
                                              _mm256_extracti128_si256(whole, 1)));
         }
+        sum = total(all);
         scale = sum - sum == 0.0f ? top / limit : NAN;
+        if (top <= least && scale == scale) sum = 0.0f;
     }
 };
 template <>
