@@ -91,9 +91,9 @@ class Documents:
         block_size: tokens of a block, by which methods choose. Known under this name with another
         text: an error unless `overwrite`; with the same text: nothing is done. metadata: JSON that
         is kept with it; None: that of the same text before. progress: called while it is encoded,
-        between requests of other threads, with the tokens that are done and all; what it raises ends
-        the work. RequestError for an empty document, PromptTooLongError for one that the model cannot
-        take.
+        between requests of other threads, with the tokens that are done and all; what it raises
+        ends the work. RequestError for an empty document, PromptTooLongError for one that the model
+        cannot take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
         ids = given_ids(f"document {name!r}", text)
