@@ -109,8 +109,7 @@ class Writer:
         staged = self._catalogue.place.stage(path, pieces)
         try:
             with self._catalogue.locked():
-                keep = pinned is None, metadata is None
-                self._commit(head, origin, staged, size, overwrite, keep=keep)
+                self._commit(head, origin, staged, size, overwrite, pinned, metadata)
                 return self._catalogue.index.infos(self._model, [name])[0]
         finally:
             staged.discard()
@@ -122,20 +121,19 @@ class Writer:
         staged: Staged,
         size: int,
         overwrite: bool,
-        *,
-        keep: tuple[bool, bool],
+        pinned: bool | None,
+        metadata: str | None,
     ) -> None:
-        """Makes what was staged the document. keep: the pin, and the metadata, that it has now."""
+        """Makes what was staged the document. pinned, metadata: None keeps what it has now."""
         catalogue, file = self._catalogue, self._file(head.digest)
         # Checked again, because another process may have been faster.
         old = catalogue.find(head.name)
         same = self.same(head.name, origin, overwrite=overwrite)
         # Pinned or described, perhaps, while the record was written.
-        head = dataclasses.replace(
-            head,
-            pinned=old.pinned if keep[0] and old is not None else head.pinned,
-            metadata=same.metadata if keep[1] and same is not None else head.metadata,
-        )
+        if pinned is None and old is not None:
+            head = dataclasses.replace(head, pinned=old.pinned)
+        if metadata is None and same is not None:
+            head = dataclasses.replace(head, metadata=same.metadata)
         self._require_room(head, origin, size)
         staged.commit()
         given = (head.pinned, head.metadata)

@@ -321,7 +321,9 @@ class DetokenizeBody(Body):
 
 
 class DocumentBody(Body):
-    """A document. overwrite: replace another text of that name. metadata: stored with it."""
+    """A document. overwrite: replace another text of that name. pinned: never evict it; null keeps
+    what it has. metadata: stored with it.
+    """
 
     text: str
     overwrite: bool = True

@@ -64,6 +64,8 @@ class Gate:
                 raise refused
             await self._app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:  # while it sent its request
+            if exchange.status:
+                return
             await Response(status_code=GONE)(scope, exchange.receive, exchange.send)
         except Exception as error:
             if refused is None:

@@ -237,6 +237,15 @@ def test_listing_and_removing_load_no_model(
     assert "faq" not in run("documents", "list", *place).out
 
 
+def test_a_file_is_no_store(run: Run, tmp_path: Path) -> None:
+    """It was listed as a store without documents."""
+    file = tmp_path / "plain.txt"
+    file.write_text("text")
+    ran = run("documents", "list", "--store", str(file))
+    assert (ran.status, ran.out) == (2, "")
+    assert f"--store {str(file)!r} is a file; it must be a folder or a URL" in ran.err
+
+
 def test_an_empty_store_prints_how_to_begin(run: Run, tmp_path: Path) -> None:
     ran = run("documents", "list", "--store", str(tmp_path / "new"))
     assert ran.status == 0

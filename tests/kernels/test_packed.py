@@ -81,6 +81,18 @@ def test_a_large_input_costs_the_precision_of_its_own_group_only(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_tiny_inputs_count_in_full_or_not_at_all(bits: int) -> None:
+    """Their codes were dropped, and not their minimums: results were wrong by their own size."""
+    random = torch.Generator().manual_seed(bits)
+    packed = kernels.pack(torch.randn(20, 128, generator=random).bfloat16(), bits, 64)
+    x = (torch.randn(2, 128, generator=random) * 1e-33).bfloat16()
+    found = kernels.packed_linear(x, packed)
+    wanted = x.double() @ unpacked(packed).T
+    error = (found.double() - wanted).abs() / (x.double().abs() @ unpacked(packed).abs().T)
+    assert not found.any() or (error <= 0.01).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_an_input_that_is_not_finite_is_not_hidden(bits: int, number: float) -> None:
     packed = kernels.pack(torch.randn(20, 256).bfloat16(), bits, 64)

@@ -94,7 +94,7 @@ def place(arguments: argparse.Namespace) -> str:
 def is_there(arguments: argparse.Namespace) -> bool:
     """Whether the folder that --store names exists; of a URL the store itself tells.
 
-    ConfigError if it is something else than a folder.
+    ConfigError if it names a file.
     """
     if arguments.store is not None and Path(arguments.store).is_file():
         raise ConfigError(f"--store {arguments.store!r} is a file; it must be a folder or a URL")
