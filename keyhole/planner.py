@@ -312,7 +312,7 @@ class MemoryPlan:
         if need > self.memory:
             raise CapacityError(
                 f"the weights need {_mib(terms['weights'])}, with what a step needs {_mib(need)}; "
-                f"memory is {_mib(self.memory)}: raise memory, or use a smaller dtype or model"
+                f"the limit is {_mib(self.memory)}: raise it, or use a smaller dtype or model"
             )
 
     @classmethod

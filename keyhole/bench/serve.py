@@ -35,14 +35,15 @@ _DATA, _DONE, _END = b"data: ", b"data: [DONE]", b"\n\n"
 class RequestTimes:
     """A request and its timing, in seconds of `time.perf_counter`.
 
-    times: of each event that brought tokens. tokens: as counted by the server. error: why it
-    failed, "" if it did not.
+    times: of each event that brought tokens. tokens: as counted by the server. error: the kind of
+    failure, "" without one; reason: the server's own words for it.
     """
 
     start: float
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     error: str = ""
+    reason: str = ""
 
     @property
     def first_ms(self) -> float:
@@ -182,6 +183,7 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
         async with session.post("/v1/completions", json=body) as answer:
             if answer.status != 200:
                 sample.error = f"status {answer.status}"
+                sample.reason = _message(await answer.read())
                 return sample
             # Reads whole chunks instead of lines, to save CPU time: the client may share the
             # server's cores.
@@ -198,13 +200,21 @@ async def _stream(session: Any, body: dict[str, Any]) -> RequestTimes:
     try:
         last = json.loads(event.removeprefix(_DATA))
         if "error" in last:
-            sample.error = str(last["error"]["type"])
+            sample.error, sample.reason = str(last["error"]["type"]), _message(event[len(_DATA) :])
         else:
             sample.tokens = last["usage"]["completion_tokens"]
             sample.times.pop()  # the event with the usage
     except (ValueError, KeyError, TypeError):  # a proxy, or a server that ends, cuts it off
         sample.error = "incomplete answer"
     return sample
+
+
+def _message(body: bytes) -> str:
+    """The message of an error's body; what a proxy answers has none."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def summary(
@@ -214,7 +224,8 @@ def summary(
     good = [sample for sample in samples if not sample.error]
     errors = Counter(sample.error for sample in samples if sample.error)
     if not good:
-        raise KeyholeError(f"none of {wanted} requests was answered: {dict(errors)}")
+        reason = next((f"; {sample.reason}" for sample in samples if sample.reason), "")
+        raise KeyholeError(f"none of {wanted} requests was answered: {dict(errors)}{reason}")
     within = [sample for sample in good if _is_good(sample, settings)]
     return {
         "requests": wanted,

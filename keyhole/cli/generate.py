@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Streams the text, or prints one JSON object."""
     prompt, params = _prompt(arguments), flags.sampling_of(arguments)
+    flags.require_json_for_logprobs(arguments)
     llm = flags.make_llm(arguments)
     from keyhole.engine.sequence import Result
 
@@ -109,7 +110,7 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     flags.add_adapters(parser)
     flags.add_policy(parser)
-    flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace"))
+    flags.add_settings(parser, SamplingParams, "sampling", without=("n", "trace", "logprobs"))
     flags.add_settings(parser, EngineConfig, "engine")
 
 

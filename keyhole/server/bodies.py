@@ -13,8 +13,11 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from keyhole.config import SamplingParams, require_known
 from keyhole.engine.request import PolicySpec
@@ -294,6 +297,16 @@ class CompletionBody(SamplingBody):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _any_form(cls, given: object, validate: ValidatorFunctionWrapHandler) -> object:
+        """One message for all forms, instead of that of the first."""
+        try:
+            return validate(given)
+        except ValidationError as error:
+            right = "must be text, token ids, or a list of either"
+            raise PydanticCustomError("prompt_type", right) from error
 
     @property
     def prompts(self) -> list[Any]:

@@ -55,6 +55,13 @@ def test_what_is_refused_or_too_late_is_counted(address: str) -> None:
         serve.run(ServeSettings(**late, concurrency=1, time_limit=0.05))
 
 
+def test_the_servers_reason_is_shown_where_nothing_was_answered(address: str) -> None:
+    """Only "status 400" was shown."""
+    given = {"url": address, "requests": 2, "prompt_length": "99999", "answer_length": "1"}
+    with pytest.raises(KeyholeError, match=r"\{'status 400': 2\}; the prompt has 99999 tokens"):
+        serve.run(ServeSettings(**given))
+
+
 def test_arrivals_follow_the_rate(address: str) -> None:
     given = {"url": address, "requests": 6, "prompt_length": "2", "answer_length": "1"}
     (found,) = serve.run(ServeSettings(**given, rate=100.0, concurrency=3))["results"]

@@ -31,6 +31,8 @@ MISTAKES = [
     ("generate --prompt-ids 1,999999", "token id 999999 is not one of this model's"),
     ("generate x --prompt-ids 1", "give either a prompt or --prompt-ids, not both"),
     ("generate --file x --prompt-ids 1", "give either --file or --prompt-ids, not both"),
+    ("generate x --logprobs 3", "--logprobs needs --json, which shows them"),
+    ("documents ask x --documents d --logprobs 3", "--logprobs needs --json, which shows them"),
     ("generate x --n 0", "n 0 must be at least 1"),
     ("generate x --n many", "--n 'many' must be a whole number"),
     ("generate x --n", "argument --n: expected one argument"),

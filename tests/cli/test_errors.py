@@ -81,7 +81,7 @@ def test_an_unknown_model_is_answered_before_torch_is_imported(line: str, tmp_pa
 
 def test_more_logprobs_than_tokens_are_refused(path: str, run: Run) -> None:
     """They ended in a traceback of torch."""
-    ran = run("generate", "x", "--model", path, "--device", "cpu", "--logprobs", "100000")
+    ran = run("generate", "x", "--model", path, "--json", "--logprobs", "100000")
     assert ran.status == 2
     assert "logprobs 100000 must be at most" in ran.err
     assert ran.err.count("\n") == 1

@@ -160,7 +160,7 @@ MISTAKES = [
         "preset 'paper' counts 2 bytes per number",
     ),
     ("--total-memory 8GiB", "the weights need 15316.5 MiB, with what a step needs"),
-    ("--total-memory 8GiB", "memory is 8192.0 MiB: raise memory, or use a smaller dtype or model"),
+    ("--total-memory 8GiB", "the limit is 8192.0 MiB: raise it, or use a smaller dtype or model"),
     ("--total-memory 24GiB --plot nowhere/plan.png", "there is no folder 'nowhere'"),
 ]
 

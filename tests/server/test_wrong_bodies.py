@@ -76,6 +76,7 @@ def test_no_number_and_no_type_is_a_failure_of_the_server(
 @pytest.mark.parametrize(
     ("place", "field", "value", "said"),
     [
+        ("completions", "prompt", 3, "prompt: must be text, token ids, or a list of either, not 3"),
         ("chat/completions", "max_tokens", 0, "max_tokens 0 must be"),
         ("chat/completions", "max_completion_tokens", 0, "max_completion_tokens: "),
         ("responses", "max_output_tokens", -1, "max_output_tokens: "),

@@ -141,6 +141,12 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**settings_of(arguments, SamplingParams))
 
 
+def require_json_for_logprobs(arguments: argparse.Namespace) -> None:
+    """ConfigError for --logprobs without --json, which alone shows them."""
+    if arguments.logprobs is not None and not arguments.json:
+        raise ConfigError("--logprobs needs --json, which shows them")
+
+
 # Copied from `keyhole.documents.store`, which imports torch.
 _CHECKS = ("open", "read")
 _CHECK_HELP = (

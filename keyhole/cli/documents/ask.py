@@ -65,6 +65,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 def _run_ask(arguments: argparse.Namespace) -> int:
     """Streams the answer, or prints one JSON object."""
     question, params = _question(arguments), flags.sampling_of(arguments)
+    flags.require_json_for_logprobs(arguments)
     if not arguments.documents:
         raise ConfigError(
             "no documents; name stored ones: --documents NAME NAME, see `keyhole documents list`"
