@@ -58,6 +58,7 @@ def test_its_steps_give_the_logits_of_transformers(package: Any, batch: int) -> 
     assert peer._past.cache.get_seq_length() == CONTEXT
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_it_is_timed_beside_the_others() -> None:
     line = decode.run(settings(systems=("flashinfer", "full")), lambda *_: None)

@@ -33,6 +33,7 @@ def test_equal_and_tuned_terms_have_three_lengths_and_budgets_and_every_method()
     assert claims.SAMPLES >= 100
 
 
+@pytest.mark.slow
 def test_a_second_selection_layer_serves_those_behind_it() -> None:
     found = placements.run(load("tiny-hops", "cpu"), "walk2", 384, 1, 8)
     assert set(found["placed"]) == {"shift", "mass", "error"}

@@ -26,6 +26,7 @@ def settings(**given: Any) -> DocumentSettings:
     return DocumentSettings(**usual | {"shape": "smoke", "device": "cpu"} | given)
 
 
+@pytest.mark.slow
 def test_every_method_has_a_time_and_what_it_kept() -> None:
     reported: list[Any] = []
     line = documents.run(settings(), lambda found, _: reported.append(found))
@@ -67,6 +68,7 @@ def test_ratios_are_those_of_the_same_turn() -> None:
     assert ratios(results) == {"reuse": 0.25}
 
 
+@pytest.mark.slow
 def test_many_documents_are_timed_by_every_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

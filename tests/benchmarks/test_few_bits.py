@@ -32,6 +32,7 @@ def test_engines_take_turns() -> None:
     assert line["bars"] == []  # other lengths
 
 
+@pytest.mark.slow
 def test_llama_cpp_packs_the_same_weights() -> None:
     if not (benchmarks.ROOT / worker.ENVIRONMENT / "bin/python").exists():
         pytest.skip("needs what `make bench-peers` sets up")

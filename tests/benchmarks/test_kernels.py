@@ -80,6 +80,7 @@ def test_a_line_has_every_operation_on_every_path_and_by_a_peer() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
 def test_all_systems_agree(op: str, dtype: str) -> None:

@@ -96,6 +96,7 @@ def test_keys_or_weights_in_another_order_are_refused(
         run.run(settings(), lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_llama")
 def test_every_step_has_the_same_past() -> None:
     asked = settings()

@@ -119,6 +119,7 @@ def test_a_large_model_is_measured_as_well(large: list[dict[str, Any]]) -> None:
             assert result["relative_error"] == 0
 
 
+@pytest.mark.slow
 def test_a_limit_keeps_fitting_layers_resident_and_peers_are_interleaved(tmp_path: Path) -> None:
     weights = 2 * sum(x.numel() for x in smoke().keyhole.network.parameters())
     head = RetrievalHead.random(smoke().keyhole.network)
@@ -160,6 +161,7 @@ def test_a_trace_shows_copies_overlapping_with_steps(
         assert any(step["ts"] <= e["ts"] <= e["ts"] + e["dur"] <= end for e in copies)
 
 
+@pytest.mark.slow
 def test_another_result_is_not_timed(
     model: Model, head: RetrievalHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_line_with_llama_cpp_has_its_targets_and_version() -> None:
     assert "| tokens | `transformers_sdpa` | `full` | `llama_cpp` |" in page
 
 
+@pytest.mark.slow
 def test_a_picture_is_written_with_the_date_of_its_measurement(tmp_path: Path) -> None:
     line = decode_line()
     line["results"].append(line["results"][0] | {"system": "somebody_else"})

@@ -151,6 +151,7 @@ def test_adaptive_offloading_is_compared_with_offloading_all_layers() -> None:
     assert "| 700 to 1,000 | 0 to 3 | 2 | 4 | 0.90 (0.80 to 1.00) |" in text
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     claims = {"equal": [one | {"budget": one["budget"] and 128} for one in lines(2, 15)]}

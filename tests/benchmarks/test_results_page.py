@@ -183,6 +183,7 @@ def test_errors_say_what_was_read() -> None:
     assert results_errors.section([], None) == []
 
 
+@pytest.mark.slow
 def test_page_and_pictures_are_written_again(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     folder = docs / results_page.FOLDER

@@ -124,6 +124,7 @@ def test_layers_that_the_model_lacks_are_refused_before_the_run(
 STABLE = ("--stable-layers", "--block-size", "8", "--num-documents", "3", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_stable_layers_are_printed_and_stored_in_the_model_folder(
     path: str, run: Run, tmp_path: Path
 ) -> None:

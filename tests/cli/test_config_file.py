@@ -113,6 +113,7 @@ def test_a_completion_knows_commands_and_flags(shell: str, run: Run) -> None:
         assert word in ran.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "names"),
     [

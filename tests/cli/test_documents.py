@@ -153,6 +153,7 @@ def test_a_document_that_is_too_long_does_not_take_others_with_it(
     assert names(documents) == ["all/a"]
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_was_stored(
     documents: Documented, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_an_interruption_keeps_what_was_stored(
     assert [line.split()[3] for line in ran.out.splitlines()] == ["known:", "known:", "stored:"]
 
 
+@pytest.mark.slow
 def test_a_limit_evicts_documents_except_pinned_ones(documents: Documented, tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(HANDBOOK + name)
@@ -295,6 +297,7 @@ def test_a_name_with_a_slash_is_a_prefix(documents: Documented, tmp_path: Path) 
     assert names(documents) == ["all/a", "all/b", "other"]
 
 
+@pytest.mark.slow
 def test_looking_at_documents_loads_no_torch(stored: Documented, tmp_path: Path) -> None:
     """`list` and `remove` took 5 s to import what they did not use."""
     place = str(tmp_path / "store")

@@ -103,6 +103,7 @@ def test_every_method_answers_as_in_python(method: str, stored: Documented, llm:
     assert ("share of middle blocks kept" in ran.err) == (method == "sam_kv")
 
 
+@pytest.mark.slow
 def test_a_question_comes_from_a_pipe_and_in_a_chat(stored: Documented, llm: LLM) -> None:
     asked = ("--documents", "faq", "--chat", *BLOCKS, *FEW)
     wanted = llm.ask("Which?", ["faq"], reuse=SamKV(block_size=16), params=PARAMS, chat=True)
@@ -214,6 +215,7 @@ def test_a_damaged_text_cannot_be_repaired_and_keeps_none_from_it(
     assert stored("verify").status == 0
 
 
+@pytest.mark.slow
 def test_records_of_another_model_are_reported_and_encoded_again(stored: Documented) -> None:
     other = ("--dtype", "bfloat16")
     ran = stored("ask", "Which?", "--documents", "faq", *other, *FEW)

@@ -126,6 +126,7 @@ def test_an_unsupported_policy_is_reported_and_the_others_run(
     assert "\nrefused: delta: token_budget 8 must be at least one page" in ran.out
 
 
+@pytest.mark.slow
 def test_text_is_forced(path: str, run: Run, text: str, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
     setups = ("--setup", "question,prompt", "--policies", "sliding_window", "--budgets", "12")
@@ -332,6 +333,7 @@ def test_tuned_settings_are_printed_and_trials_are_stored(run: Run, tmp_path: Pa
     assert lines(tmp_path / "eval.trials.jsonl") == trials
 
 
+@pytest.mark.slow
 def test_other_samples_are_other_cells(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
     given = ("--tasks", "passkey", "--lengths", "160", "--limit", "1", "--policies", "full")

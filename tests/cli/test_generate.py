@@ -38,6 +38,7 @@ def test_one_token_is_counted_as_one(path: str, run: Run) -> None:
     assert ran.err.startswith("1 token |")
 
 
+@pytest.mark.slow
 def test_a_prompt_comes_from_an_argument_a_file_or_a_pipe(
     path: str, run: Run, tmp_path: Path
 ) -> None:

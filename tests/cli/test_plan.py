@@ -38,6 +38,7 @@ def llama(tmp_path: Path) -> str:
     return folder(tmp_path / "llama-8b")
 
 
+@pytest.mark.slow
 def test_a_table_shows_each_length(llama: str, run: Run, tmp_path: Path) -> None:
     plot = tmp_path / "plan.png"
     options = ("--requests", "4", "--token-budget", "2048", "--lengths", "4096,16384,65536,999999")

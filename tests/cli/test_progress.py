@@ -77,6 +77,7 @@ def test_a_bar_moves(command: str, path: str, tmp_path: Path) -> None:
     assert "%|" not in ran.out
 
 
+@pytest.mark.slow
 def test_a_command_says_what_it_loads(path: str) -> None:
     """`generate` and `calibrate` were silent for 14 s while torch and transformers came in."""
     ran = run_on_terminal("generate", "a fox", "--model", path, "--device", "cpu", out=False)
@@ -92,6 +93,7 @@ def test_a_long_prompt_moves_a_bar(path: str) -> None:
     assert len(json.loads(ran.out)["token_ids"]) <= 4
 
 
+@pytest.mark.slow
 def test_a_document_moves_a_bar(tmp_path: Path) -> None:
     """A document of 12,000 tokens was encoded for 100 s without a word: bars began at 16,384."""
     text = tmp_path / "long.txt"

@@ -74,7 +74,7 @@ def buffer_bytes(engine: Engine) -> int:
     return sum(b.keys.untyped_storage().nbytes() + b.entries.nbytes for b in buffers)
 
 
-@pytest.mark.one_in(30)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", POLICIES, ids=lambda p: f"{p.name}-{getattr(p, 'refresh_every', 1)}"
 )

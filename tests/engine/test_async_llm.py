@@ -42,7 +42,7 @@ def test_a_name_is_no_llm() -> None:
         AsyncLLM("tiny")  # type: ignore[arg-type]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [0.0, 0.02])
 def test_many_tasks_get_what_each_gets_alone(llm: LLM, interval: float) -> None:
     alone = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
@@ -68,6 +68,7 @@ def test_a_list_gives_a_list(llm: LLM) -> None:
     assert [result.token_ids for result in found] == wanted
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_frees_its_request(llm: LLM) -> None:
     served = AsyncLLM(llm)
 
@@ -164,6 +165,7 @@ def test_all_requests_end_with_an_error(llm: LLM) -> None:
     at_rest(llm)
 
 
+@pytest.mark.slow
 def test_threads_may_use_the_llm_meanwhile(llm: LLM) -> None:
     wanted = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
     served = AsyncLLM(llm)

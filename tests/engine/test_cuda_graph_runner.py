@@ -43,7 +43,7 @@ from tests.policies.recording import PAGE, Recording, make_engine
 __all__ = ["model", "models", "zeros"]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_repeated_steps_leave_what_single_steps_leave(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -64,7 +64,7 @@ def test_repeated_steps_leave_what_single_steps_leave(
         assert all(other.evicted_pages for _, other in pair.requests)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["windows", "latent"])
 @pytest.mark.parametrize("name", ["delta", "quest", "spe_context", "raas"])
 def test_other_kinds_of_attention_are_repeated_too(
@@ -192,7 +192,7 @@ def test_rows_of_nobody_change_nothing(
     assert any(key[0] == 4 for key in steps_of(pair.engine)._shapes)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str
@@ -222,6 +222,7 @@ def test_what_stands_in_the_rows_of_nobody_reaches_no_one(
             same(x, y, 0.0)
 
 
+@pytest.mark.slow
 def test_a_recording_reads_its_fixed_inputs_alone(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
@@ -385,6 +386,7 @@ def test_the_page_of_nobody_is_not_offered_to_sequences(
     assert engine.cache.peak_pages == 3
 
 
+@pytest.mark.slow
 def test_shapes_that_were_not_used_for_long_are_given_up(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:

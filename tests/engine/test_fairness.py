@@ -76,6 +76,7 @@ def test_a_caller_that_comes_back_gains_nothing_from_its_absence(path: Path) -> 
     assert "".join(order(one, sequences)) == "babba"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_a_short_prompt_is_not_kept_waiting_by_a_long_one(path: Path, share: float) -> None:
     one = engine(path, prefill_chunk=16, max_prefill_share=share)
@@ -98,6 +99,7 @@ def test_with_a_share_of_one_a_long_prompt_goes_first(path: Path) -> None:
     assert (long.num_computed, short.num_computed) == (16, 0)
 
 
+@pytest.mark.slow
 def test_shares_change_no_result(path: Path) -> None:
     prompts = [[3 + (7 * n + i) % 50 for i in range(5 + 40 * n)] for n in range(4)]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -63,6 +63,7 @@ def test_greedy_takes_the_best_token_that_is_allowed(llm: LLM) -> None:
     assert result.token_ids == [best]
 
 
+@pytest.mark.slow
 def test_requests_beside_it_are_what_they_are_alone(llm: LLM) -> None:
     free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     alone = llm.generate("some text", free).token_ids
@@ -81,6 +82,7 @@ def test_a_tokenizer_of_words_follows_a_grammar(tiny: LLM, seed: int) -> None:
     assert result.text in allowed
 
 
+@pytest.mark.slow
 def test_a_pre_empted_request_goes_on_in_its_grammar(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, tokenizer=True, vocab_size=300)
     digits = "start: /[0-9]{40}/"

@@ -51,7 +51,7 @@ def model(labs: dict[str, Lab]) -> Model:
     return found
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("policy", available_policies())
 def test_with_budget_for_everything_a_policy_is_full_attention(
@@ -64,7 +64,7 @@ def test_with_budget_for_everything_a_policy_is_full_attention(
         assert apart(one, dense) <= _NEAR
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("family", ["GQA", "windows", "softcap", "sinks"])
 def test_quantising_changes_the_logits_a_little(
@@ -77,6 +77,7 @@ def test_quantising_changes_the_logits_a_little(
     assert least <= max(changes) <= most, changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["quest", "spe_context", "delta"])
 def test_offloaded_layers_hold_the_same_rows(labs: dict[str, Lab], policy: str) -> None:
     lab = labs["int8"]
@@ -102,6 +103,7 @@ def test_stored_documents_are_rotated_and_quantised_again(
         assert max(apart(one, other) for one, other in zip(found, alone, strict=True)) <= _NEAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_prefix_cache_and_chunks_change_nothing(model: Model, kv_dtype: str) -> None:
     def logits(llm: LLM, prompt: list[int]) -> tuple[Tensor, int]:

@@ -97,7 +97,7 @@ def lengths_at_which_layers_move(engine: Engine, requests: int, last: int) -> di
     return longest
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_move_at_the_lengths_that_were_stated(

@@ -159,6 +159,7 @@ def test_a_short_request_after_a_long_one_loads_nothing(tmp_path: Path) -> None:
     assert again.offloaded_layers == long.offloaded_layers
 
 
+@pytest.mark.slow
 def test_a_long_answer_goes_on_above_when_its_neighbour_ends(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path, pages=60)
     long = engine.add(prompt(150), dataclasses.replace(GREEDY, max_tokens=10))
@@ -203,6 +204,7 @@ def test_memory_is_kept_to_at_every_moment(
     assert max(seen) > seen[-1]
 
 
+@pytest.mark.slow
 def test_no_layer_goes_down_for_prompts_that_nobody_reads(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +300,7 @@ def test_pages_reserved_beside_the_cache_leave_known_prompts_so_much_less(
     assert most - reserved - 2 <= engine.cache.in_use <= most - reserved
 
 
+@pytest.mark.slow
 def test_nothing_comes_up_while_a_request_waits_for_pages(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path, pages=60, prefix_cache=False)
     half, most = engine.max_pages // 2 * PAGE, (engine.max_pages - 5) * PAGE
@@ -372,6 +375,7 @@ def test_memory_that_somebody_else_has_taken_leaves_layers_below(
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
+@pytest.mark.slow
 def test_layers_that_are_to_stay_below_stay(model: Model, tmp_path: Path) -> None:
     engine = small(model, tmp_path)
     assert engine.offloader is not None

@@ -58,7 +58,7 @@ from tests.policies.recording import PAGE, make_engine, run
 __all__ = ["alone", "model"]
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", POLICIES)
 def test_every_policy_beside_every_other(model: Model, alone: Answers, own: str) -> None:
     """Each either gets what its own engine gives, beside the others, or is refused by name."""
@@ -76,6 +76,7 @@ def test_every_policy_beside_every_other(model: Model, alone: Answers, own: str)
         check(requests, alone(policy))
 
 
+@pytest.mark.slow
 def test_the_policies_of_these_tests_read_different_things(alone: Answers) -> None:
     longest = [alone(small(name))[-1][1:] for name in POLICIES]
     for one, other in itertools.combinations(longest, 2):
@@ -207,7 +208,7 @@ def cached(engine: Engine, tokens: list[int], policy: PolicySpec | None, **more:
 START = prompt(12 * PAGE)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "first", "second", "shares"),
     [
@@ -248,6 +249,7 @@ def test_prefixes_are_shared_if_the_pages_hold_what_is_needed(
     check([request], [torch.stack(wanted.logits)])
 
 
+@pytest.mark.slow
 def test_what_a_sparse_policy_generated_is_shared_with_that_policy_alone(model: Model) -> None:
     engine = make_engine(model, Delta(token_budget=BUDGET), **SETTINGS)
     first = add(engine, START, {"token_budget": 4 * PAGE})

@@ -79,6 +79,7 @@ def test_calls_of_many_threads_under_many_policies(model: Model) -> None:
     assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_tasks_under_many_policies(model: Model) -> None:
     llm = LLM(model, Delta(token_budget=BUDGET), page_size=PAGE, memory="4MiB", max_batch=4)
     wanted = [llm.generate(PROMPTS[1], PARAMS, policy=spec).token_ids for spec in SPECS]
@@ -176,6 +177,7 @@ def test_beside_offloaded_layers_runs_what_reads_them_through_the_buffers(
             engine.under(spec)
 
 
+@pytest.mark.slow
 def test_each_policy_repeats_steps_of_its_own(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def shares(result: Result, layer: int) -> list[np.ndarray]:
     return [read.shares(layer) for read in result.reads]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
 def test_every_token_has_its_reads_and_is_the_same_without(model: Model, policy: Policy) -> None:
     result = run(model, policy)
@@ -73,7 +73,7 @@ def test_every_token_has_its_reads_and_is_the_same_without(model: Model, policy:
     assert plain.stats.kv_bytes_read == result.stats.kv_bytes_read
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
 def test_reads_are_those_that_the_policy_selected(model: Model, policy: Policy) -> None:
     """Against a record that looks on at the policy's own hooks, outside of the engine."""
@@ -87,6 +87,7 @@ def test_reads_are_those_that_the_policy_selected(model: Model, policy: Policy) 
             assert np.array_equal(share, step.tokens(layer).mean(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
 def test_reads_add_up_to_the_counters(model: Model, policy: Policy) -> None:
     result = run(model, policy)
@@ -94,6 +95,7 @@ def test_reads_add_up_to_the_counters(model: Model, policy: Policy) -> None:
     assert np.mean(read) == pytest.approx(result.stats.attended_fraction)
 
 
+@pytest.mark.slow
 def test_known_positions_of_windows_and_sinks(model: Model) -> None:
     for layer in range(4):
         for share in shares(run(model, SlidingWindow(token_budget=21)), layer)[1:]:

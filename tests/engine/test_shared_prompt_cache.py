@@ -64,7 +64,7 @@ def cached(served: list[Sequence]) -> tuple[int, ...]:
     return tuple(sequence.num_cached for sequence in served)
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", available_policies())
 def test_logits_are_those_of_an_engine_that_computes_its_prompts(

@@ -62,7 +62,7 @@ def close(request: Request, wanted: torch.Tensor) -> None:
     assert (found - wanted).abs().max() <= 1e-4 * max(1.0, wanted.abs().max().item())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_a_start_survives_a_restart_in_every_family(model: Model, tmp_path: Path) -> None:
     wanted = forced_logits(model, FULL, PROMPT, GIVEN)
     first = asked(engine(model, tmp_path))
@@ -73,7 +73,7 @@ def test_a_start_survives_a_restart_in_every_family(model: Model, tmp_path: Path
     close(again, wanted)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", keyhole.available_policies())
 def test_every_policy_continues_as_after_computing(llama: Model, tmp_path: Path, name: str) -> None:
     small = {"token_budget": 16, "prompt_in_budget": True}

@@ -49,6 +49,7 @@ def test_streams_and_batches_of_many_threads_run_together(llm: LLM) -> None:
     llm.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_requests_of_other_threads_join_the_batch(llm: LLM) -> None:
     """While one thread generates, another one's request is decoded in the same steps."""
     long = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)

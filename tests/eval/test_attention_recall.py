@@ -34,7 +34,7 @@ def measured(kind: str, policy: Policy, folder: Path) -> tuple[dict[str, Any], W
     return found, text, model
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_a_window_finds_what_it_should(kind: str, tmp_path: Path) -> None:
     """With grouped heads; beside layers with windows of their own; with sinks, which are no key."""
@@ -63,6 +63,7 @@ def test_a_window_finds_what_it_should(kind: str, tmp_path: Path) -> None:
     assert min(found["recall_per_layer"]) < 0.9
 
 
+@pytest.mark.slow
 def test_what_was_evicted_is_not_found(tmp_path: Path) -> None:
     """Nobody looks at a page enough to keep it: the prompt stays, and the two newest pages."""
     prompt, page = LENGTH - 1 - STEPS, CONFIG.page_size
@@ -86,6 +87,7 @@ def test_what_was_evicted_is_not_found(tmp_path: Path) -> None:
     assert max(found["recall_per_layer"]) < 0.99
 
 
+@pytest.mark.slow
 def test_who_reads_everything_finds_everything(tmp_path: Path) -> None:
     found, text, model = measured("llama", Full(), tmp_path)
     assert found["recall_per_layer"] == [1, 1, 1, 1]
@@ -104,6 +106,7 @@ def test_layers_that_choose_for_others_read_everything(tmp_path: Path) -> None:
     assert all(0 < share < 1 for share in recalls[2:])
 
 
+@pytest.mark.slow
 def test_pages_per_head_and_mla_are_measured(tmp_path: Path) -> None:
     recalls = measured("deepseek_v3", Quest(token_budget=16, full_layers=(0,)), tmp_path)[0]
     assert recalls["recall_per_layer"][0] == 1

@@ -51,7 +51,7 @@ def test_the_same_arguments_give_the_same_item(kind: str) -> None:
     assert not {*items[0].names} & {*items[2].names}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_needed_sentences_stand_where_they_are_said_to(kind: str, where: str) -> None:
@@ -101,7 +101,7 @@ def subject(sentence: list[str]) -> str | None:
     return sentence[0] if sentence[0] in NAMES else None
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_follows_from_the_sentences_alone(kind: str) -> None:
     """A reader that knows only what the words mean finds the answer, and no other."""
@@ -149,7 +149,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bundled_model_answers_when_it_reads_everything(

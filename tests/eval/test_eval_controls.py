@@ -56,7 +56,7 @@ def dense_in(trace: Trace) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_dense_layers_of_a_method_are_those_that_read_everything(name: str, model: Model) -> None:
     """Every control goes by what the method says of itself."""
@@ -67,7 +67,7 @@ def test_dense_layers_of_a_method_are_those_that_read_everything(name: str, mode
     assert dense_in(traced(model, policy)) == policy.dense_layers(model.geometry(PAGE))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROL_NAMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_control_reads_what_its_method_may(name: str, control: str, model: Model) -> None:
@@ -90,6 +90,7 @@ def test_a_control_reads_what_its_method_may(name: str, control: str, model: Mod
                 assert read[:, length - BUDGET + sinks :].all()
 
 
+@pytest.mark.slow
 def test_random_draws_go_by_their_seed(model: Model) -> None:
     geometry, policy = model.geometry(PAGE), resolved("quest", model)
     one, other = (controls_of(policy, geometry, seed)["random"] for seed in (1, 2))

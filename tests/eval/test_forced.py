@@ -62,6 +62,7 @@ def test_all_but_the_last_token_of_the_continuation_are_forced(length: int) -> N
     assert len(request.given) == min(CONTINUATION, length // 4)
 
 
+@pytest.mark.slow
 def test_full_attention_gives_the_models_own_likelihood(model: Model, text: WindowedText) -> None:
     found = Perplexity(text).measure(engines(model), Full(), LENGTH, "prompt", SAMPLES)
     network = make_network(make_config("llama"))
@@ -81,6 +82,7 @@ def test_full_attention_gives_the_models_own_likelihood(model: Model, text: Wind
     assert found["read_share"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_read_costs_likelihood(model: Model, text: WindowedText) -> None:
     task, make_engine = Perplexity(text), engines(model)
     full = task.measure(make_engine, Full(), LENGTH, "prompt", SAMPLES)

@@ -86,6 +86,7 @@ def test_controls_are_marks_next_to_the_points_of_score_against_bytes() -> None:
     assert [point.on_front for point in useless["delta"]] == [False]
 
 
+@pytest.mark.slow
 def test_the_page_shows_gains_next_to_scores() -> None:
     found = page(lines())
     scores, gains, table = map(texts, found.tables)

@@ -57,6 +57,7 @@ def test_cells_count_tokens_of_blocks(lengths: list[int], block_size: int) -> No
         start += length
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60))
 def test_every_block_has_its_place(sizes: list[int]) -> None:
     lines, room = document_charts._lines(sizes)

@@ -46,6 +46,7 @@ def test_many_layers_form_a_grid(tmp_path: Path, trace: Trace) -> None:
     assert is_png(tmp_path / "map.png")
 
 
+@pytest.mark.slow
 def test_a_calibration_is_a_picture(model: Model, tmp_path: Path) -> None:
     found = measured(model, [PROMPT], token_budget=32, max_tokens=5)
     recall_chart(found, found.place("optimal", 2, (0,)), tmp_path / "recall.png")
@@ -62,6 +63,7 @@ def test_steps_that_share_a_pixel_are_averaged() -> None:
     assert np.array_equal(_binned(shares, pixels=8), shares, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_an_unwritable_picture_is_an_error(trace: Trace, tmp_path: Path) -> None:
     for name in ("missing/map.png", "map.nothing"):
         with pytest.raises(ConfigError, match="cannot write the picture"):

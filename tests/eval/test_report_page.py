@@ -129,6 +129,7 @@ def test_the_tables_say_what_the_lines_say() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_mean_is_of_rows_that_have_all_scores() -> None:
     found = page([full(), line(score=0.5), full(length=2048)])
     rows = texts(found.tables[0])
@@ -154,12 +155,13 @@ def test_a_perplexity_is_shown_unchanged_and_in_no_mean() -> None:
     assert any("delta, 128 tokens: perplexity 1234.50, " in str(label) for label in labels)
 
 
+@pytest.mark.slow
 def test_nothing_is_best_where_most_is_as_good() -> None:
     found = page([full(), line(), line(policy="quest", score=1.0), line(policy="infllm", score=1)])
     assert [row[2] for row in texts(found.tables[0])[1:]] == ["100.0", "75.0", "100.0", "100.0"]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lines",
     [

@@ -47,7 +47,7 @@ def traced(model: Model, policy: Policy) -> tuple[Trace, Result]:
     return wrapped.trace, result
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_tracing_changes_nothing(model: Model, policy: Policy) -> None:
     plain, (_, result) = run(model, policy), traced(model, policy)

@@ -41,6 +41,7 @@ def test_perplexity_is_that_of_transformers(folder: str, monkeypatch: pytest.Mon
     assert found.source == "one text"
 
 
+@pytest.mark.slow
 def test_more_bits_are_closer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On texts that the model as stored sampled, of which it is the best model."""
     monkeypatch.setattr(weight_error, "_LENGTH", 64)

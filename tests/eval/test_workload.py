@@ -30,7 +30,7 @@ def engine(model: Model, policy: Policy) -> Engine:
     return Engine(model, policy, EngineConfig(max_batch=2, prefix_cache=False))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, t in tasks().items() if not n.startswith("tiny_")])
 def test_the_context_is_a_prefix_and_the_question_is_the_rest(name: str) -> None:
     tokenizer = make_tokenizer()
@@ -60,7 +60,7 @@ def test_a_token_over_the_boundary_belongs_to_the_question() -> None:
     assert (found.prompt, found.given) == ([1, ord("c")], [ord("X"), ord("d"), 2])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_recall", "tiny_vartrack"])
 def test_both_setups_give_the_same_answers_under_full_attention(tiny: Model, name: str) -> None:
     task, tokenizer = make_task(name), tiny.tokenizer
@@ -80,6 +80,7 @@ def test_both_setups_give_the_same_answers_under_full_attention(tiny: Model, nam
     assert answers["prompt"] == answers["question"]
 
 
+@pytest.mark.slow
 def test_the_question_goes_through_the_policy(tiny: Model) -> None:
     """With a window that holds no more than the question, only a dense question finds the fact."""
     task = Answered(make_task("tiny_passkey", {"depth": 0.3}), tiny)

@@ -32,7 +32,7 @@ from tests.policies.models import with_head
 __all__ = ["network"]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_everything_read_a_left_padded_batch_is_as_without_us(kind: str) -> None:
     network, inputs = make_network(make_config(kind)), prompts(33, 1, 17)
@@ -58,7 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-@pytest.mark.one_in(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", available_policies())
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
 def test_under_a_policy_logits_are_those_of_the_engine(
@@ -202,6 +202,7 @@ def test_a_streamer_gives_the_text_as_it_comes(network: Any) -> None:
     assert text == tokenizer.decode(expected[0, 12:])
 
 
+@pytest.mark.slow
 def test_threads_take_turns(network: Any) -> None:
     wanted = [prompts(9 + 7 * i, seed=i) for i in range(3)]
     expected = [decode(network, inputs) for inputs in wanted]
@@ -239,6 +240,7 @@ def test_without_use_cache_every_step_is_a_prompt(network: Any) -> None:
     assert run.stats.attended_fraction is None
 
 
+@pytest.mark.slow
 def test_past_key_values_go_on_with_the_conversation(network: Any) -> None:
     inputs, more = prompts(12, 5), prompts(6, 6, seed=1)["input_ids"]
 

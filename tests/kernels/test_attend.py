@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def _attend(case: Paged, selection: Selection | None) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @given(paged())
 @many
 def test_everything_or_the_window_is_read(case: Paged) -> None:
@@ -82,6 +84,7 @@ def selections(draw: st.DrawFn) -> tuple[Paged, Selection, list[list[list[int]]]
     return case, selection, read
 
 
+@pytest.mark.slow
 @given(selections())
 @many
 def test_only_the_selection_is_read(

@@ -72,6 +72,7 @@ def _check(case: Paged, start: int, size: int) -> None:
     assert_close(found, np.stack(wanted), query.dtype, loss=_LOSS[query.dtype])
 
 
+@pytest.mark.slow
 @given(paged(windows=False, max_batch=1), st.sampled_from((2, 5, 16, 48)), st.data())
 @examples(150)
 def test_each_head_reads_the_blocks_listed_for_it(

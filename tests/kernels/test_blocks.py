@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,7 @@ def test_what_known_tokens_received_is_left_alone() -> None:
     assert torch.allclose(part[1, :, :, :2], whole[1, :, :, :2])
 
 
+@pytest.mark.slow
 @given(paged(windows=False), st.integers(1, 3), st.integers(1, 5), st.data())
 def test_a_block_is_represented_by_what_received_most(
     case: Paged, per_block: int, count: int, data: st.DataObject
@@ -128,6 +130,7 @@ def test_a_block_is_represented_by_what_received_most(
         assert_close(found[pages[0]], most_received(keys, sums, count), found.dtype)
 
 
+@pytest.mark.slow
 @given(paged(windows=False), st.integers(1, 3))
 def test_a_block_scores_the_sum_over_query_heads(case: Paged, per_block: int) -> None:
     """Representatives of pages that begin no block are NaN."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ def test_queries_see_the_chosen_tokens_that_are_not_after_them(
     assert_close(found, np.stack(wanted), query.dtype, loss=_LOSS[query.dtype])
 
 
+@pytest.mark.slow
 @given(paged(windows=False), st.data())
 @examples(100)
 def test_scores_of_chosen_tokens_stand_at_their_places(case: Paged, data: st.DataObject) -> None:

@@ -52,6 +52,7 @@ def _check(case: Paged, start: int) -> None:
     assert_close(found, np.stack(wanted), query.dtype, loss=_LOSS[query.dtype])
 
 
+@pytest.mark.slow
 @given(paged(max_batch=1), st.data())
 @examples(150)
 def test_a_chunk_anywhere_in_the_prompt_is_causal_attention(

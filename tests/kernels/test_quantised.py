@@ -312,6 +312,7 @@ def test_gathered_tokens_are_dequantised_and_gathered_rows_are_not(
     assert rows.dtype == case.keys.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "dim", "length"),
     [(4, 64, 1100), (1, 80, 65), (2, 128, 64), (3, 64, 63), (7, 20, 200), (8, 128, 129)],

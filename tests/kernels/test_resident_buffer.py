@@ -222,6 +222,7 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_thousands_of_tokens_and_what_comes_back_is_still_there() -> None:
     """Large enough for several threads, and for entries beyond a word of the kernel's bits."""
     random = torch.Generator().manual_seed(0)

@@ -134,6 +134,7 @@ def _alone(rows: Rows, row: int) -> torch.Tensor:
     return kernels.attend(paged, selection=chosen, window=rows.case.window, **rows.options)[0]
 
 
+@pytest.mark.slow
 @given(row_blocks())
 @many
 def test_every_row_reads_what_it_may(rows: Rows) -> None:
@@ -146,6 +147,7 @@ def test_every_row_reads_what_it_may(rows: Rows) -> None:
         assert torch.equal(out, torch.stack([_alone(rows, i) for i in range(len(out))]))
 
 
+@pytest.mark.slow
 @given(row_blocks(everything=True), st.sampled_from(("max", "sum", "group_max")), st.booleans())
 @many
 def test_every_row_has_its_own_scores(rows: Rows, reduce: Any, pages: bool) -> None:
@@ -163,6 +165,7 @@ def test_every_row_has_its_own_scores(rows: Rows, reduce: Any, pages: bool) -> N
     assert_close(found, scores, torch.float32, loss=share * scores.max())
 
 
+@pytest.mark.slow
 @given(row_blocks())
 @many
 def test_a_broken_newest_token_breaks_no_row_before_it(rows: Rows) -> None:
@@ -181,6 +184,7 @@ def test_a_broken_newest_token_breaks_no_row_before_it(rows: Rows) -> None:
     assert torch.equal(after[:last], before[:last])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [512, 515, 1027, 16386])
 def test_a_long_row_is_split_as_it_is_by_itself(dtype: torch.dtype, length: int) -> None:

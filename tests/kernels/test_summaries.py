@@ -67,6 +67,7 @@ def test_scores_are_products_with_the_summaries_of_pages(case: Summed) -> None:
             assert_close(found[row, :, entry], wanted, torch.float32, loss=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32])
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_token_gets_the_score_of_what_it_belongs_to(size: int, kind: torch.dtype) -> None:

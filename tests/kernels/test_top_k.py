@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ def check_form(selection: Selection, k: int, unit: int) -> list[list[list[int]]]
     return chosen
 
 
+@pytest.mark.slow
 @given(rows(), st.integers(1, 15), st.sampled_from((1, 16)), st.data())
 @example(([[[1.0] * 6]], [6], 6), 3, 16, None)
 @examples(300)

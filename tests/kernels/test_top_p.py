@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ SCORES = st.sampled_from((0.0, 0.25, 0.5, 1.0, 4.0))
 SHARES = st.sampled_from((0.01, 0.25, 0.5, 0.75, 0.999))
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 15), SHARES, st.integers(0, 9), st.sampled_from((1, 16)))
 @examples(300)
 def test_entries_are_taken_until_the_share_is_there(

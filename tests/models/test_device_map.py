@@ -94,6 +94,7 @@ def test_layers_are_found_under_the_name_of_the_family(
     assert {*hidden[0]} == {0, len(blocks) - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), [("full", None), ("quest:token_budget=32", "8MiB")])
 def test_a_layer_with_attention_twice_is_on_one_device(
     places: Places, tmp_path: Path, policy: str, memory: str | None
@@ -134,7 +135,7 @@ def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
         LLM(tmp_path, device_map={"": "cpu:0", "model.layers.1": "cpu:1"})
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("draft", ["ngram", "eagle3"])
 def test_proposed_tokens_are_checked_on_two_devices(
@@ -288,7 +289,7 @@ REUSES = [
 ]
 
 
-@pytest.mark.one_in(28)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "quest:token_budget=32", "delta:token_budget=32"])
 @pytest.mark.parametrize("reuse", REUSES)
 def test_documents_on_two_devices_are_those_of_one(

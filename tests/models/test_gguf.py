@@ -200,7 +200,7 @@ def test_a_file_of_whole_numbers_is_its_checkpoint(
     assert failed(found.engine.model, every) == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
 def test_blocks_are_those_that_transformers_reads(make: Callable[[str], Path], kind: str) -> None:
     path = make(kind)
@@ -223,7 +223,7 @@ def test_blocks_are_those_that_transformers_reads(make: Callable[[str], Path], k
     assert result.logprobs[0][best] == pytest.approx(float(wanted[best]), abs=1e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], kind: str) -> None:
     model = load(make(kind), "cpu", weights="dequantised")

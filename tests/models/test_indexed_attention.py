@@ -77,7 +77,7 @@ def test_in_a_ragged_batch(family: str) -> None:
     assert_exact(family, sequences)
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, PAGE - 1, PAGE, PAGE + 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_prompt_chunks(family: str, chunk: int) -> None:

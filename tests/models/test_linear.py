@@ -91,7 +91,7 @@ def test_who_computes_goes_by_the_maker(anybody, monkeypatch):
     assert not fast_layers.mkl_is_slow()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_onednn_meets_few_numbers_of_tokens(anybody, monkeypatch, dtype):
     """It keeps a compiled kernel for each, so that a server's memory grew with every new one."""

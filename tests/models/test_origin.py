@@ -260,6 +260,7 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
     assert _tokens(llm) == tokens[0, 4:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("modules")
 def test_a_model_with_code_is_loaded_again(tmp_path: Path) -> None:
     """A TypeError in the gate: transformers knew the class then, and passed on its revision."""
@@ -288,6 +289,7 @@ def test_code_that_is_not_exact_is_refused(tmp_path: Path) -> None:
         LLM(place, trust_remote_code=True, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("modules")
 def test_the_code_of_the_revision_is_what_is_measured(cached: dict[str, Path]) -> None:
     _add_code(cached["main"], _MODEL_CODE)

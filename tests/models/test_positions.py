@@ -203,6 +203,7 @@ def test_it_differs_from_the_models_own_float32_by_the_rounding_of_its_angles(
     assert (deviation(model, PLACES, BY) <= rounding + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_a_number_turns_all_alike(model: Model) -> None:
     rope_shift, recorder = RopeShift.of(model), run(model, PLACES)
     for layer, keys in recorder.keys.items():
@@ -345,6 +346,7 @@ def test_a_config_with_an_infinite_number_is_measured() -> None:
     assert len(RopeShift.of(model).frequencies) == 2
 
 
+@pytest.mark.slow
 def test_turns_that_are_kept_are_those_that_are_computed(llama: RopeShift) -> None:
     """Back, forth, further and far beyond what is kept, for all vectors in the same places too."""
 

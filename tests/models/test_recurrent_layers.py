@@ -80,7 +80,7 @@ def test_in_a_ragged_batch(family: str) -> None:
     assert_exact(family, sequences)
 
 
-@pytest.mark.one_in(21)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, PAGE - 1, PAGE + 1])
 @pytest.mark.parametrize("family", KINDS)
 def test_in_prompt_chunks_shorter_and_longer_than_the_convolution(family: str, chunk: int) -> None:
@@ -132,7 +132,7 @@ def test_several_completions_of_a_prompt() -> None:
     assert cached == [0, 2 * PAGE, 2 * PAGE]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_a_cached_prefix_goes_on_from_its_state(family: str) -> None:
     engine = engine_of(family, prefix_cache=True, prefill_chunk=PAGE + 1)
@@ -193,7 +193,7 @@ def test_policies_go_on_from_cached_prefixes(name: str, hybrid: Any) -> None:
     assert torch.allclose(*logits, atol=1e-5)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("policy", [None, DELTA])
 def test_preemption_and_replay_change_nothing(policy: Any, prefix_cache: bool) -> None:
@@ -263,7 +263,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return with_head(path)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_budget_above_the_length_is_dense_attention(name: str, hybrid: Any) -> None:
     def logits(policy: Any) -> Tensor:

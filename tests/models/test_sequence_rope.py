@@ -102,7 +102,7 @@ def llm(path: Path, **settings: Any) -> LLM:
     return LLM(path, **(fixed | {"memory": "8MiB"} | settings))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_short_and_long_requests_of_a_batch_are_as_each_alone(path: Path) -> None:
     """In chunks; one crosses the threshold while it generates, two have other lengths beyond."""
     engine = llm(path).engine
@@ -114,7 +114,7 @@ def test_short_and_long_requests_of_a_batch_are_as_each_alone(path: Path) -> Non
     check(path, sequences)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_length_that_counts_has_room_for_all_tokens(path: Path) -> None:
     """A request without max_tokens may become as long as the model allows."""
     engine = llm(path).engine
@@ -124,7 +124,7 @@ def test_the_length_that_counts_has_room_for_all_tokens(path: Path) -> None:
     check(path, [sequence])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_pre_empted_sequence_keeps_its_frequencies(path: Path) -> None:
     engine = llm(path, memory="28KiB", prefix_cache=False, max_batch=3).engine
     sequences = [
@@ -135,7 +135,7 @@ def test_a_pre_empted_sequence_keeps_its_frequencies(path: Path) -> None:
     check(path, sequences)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_cached_prefixes_are_shared_by_equal_frequencies_only(path: Path) -> None:
     engine = llm(path).engine
     cached = []
@@ -147,7 +147,7 @@ def test_cached_prefixes_are_shared_by_equal_frequencies_only(path: Path) -> Non
     assert cached == [0, 0, 24, 24]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_completions_of_a_prompt_share_it(path: Path) -> None:
     model = llm(path)
     params = SamplingParams(n=3, max_tokens=9, temperature=1.0, seed=3, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_the_completions_of_a_prompt_share_it(path: Path) -> None:
         check(path, [given])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_proposed_tokens_have_the_frequencies_of_their_sequence(path: Path) -> None:
     engine = llm(path, draft="ngram").engine
     sequences = [
@@ -173,6 +173,7 @@ def test_proposed_tokens_have_the_frequencies_of_their_sequence(path: Path) -> N
     check(path, sequences)
 
 
+@pytest.mark.slow
 def test_a_policy_that_shifts_keys_ends_at_the_threshold(path: Path) -> None:
     model = llm(path, policy="shadowkv")
     with pytest.raises(PromptTooLongError, match=r"'shadowkv' .* at most 31 .* RoPE rotates"):

@@ -60,7 +60,7 @@ def settings_of(policy: str, budget: int) -> dict[str, int]:
     return {"token_budget": budget} if policy != "full" else {}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_checkpoint_generates_what_transformers_does(network: Any, model: Model) -> None:
     found = logits(LLM(model, page_size=8, prefill_chunk=11), PROMPTS)
     wanted = []
@@ -77,7 +77,7 @@ def test_a_checkpoint_generates_what_transformers_does(network: Any, model: Mode
     assert_near(found, wanted)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SELECTING)
 def test_policies_select_in_them_too(model: Model, policy: str) -> None:
     """With everything read it is full attention; requests of a batch get what they get alone."""
@@ -120,6 +120,7 @@ def test_offloaded_layers_hold_the_same_rows(model: Model, tmp_path: Path) -> No
     assert_near(found, logits(LLM(model, policy, page_size=8), PROMPTS))
 
 
+@pytest.mark.slow
 def test_inside_transformers_a_policy_selects(network: Any) -> None:
     options = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
@@ -130,6 +131,7 @@ def test_inside_transformers_a_policy_selects(network: Any) -> None:
     assert_near([found], [wanted])
 
 
+@pytest.mark.slow
 def test_the_text_part_of_a_multimodal_checkpoint_runs(
     network: Any, model: Model, tmp_path: Path
 ) -> None:

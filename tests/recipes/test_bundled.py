@@ -20,7 +20,7 @@ def test_its_tokenizer_has_the_words_of_the_tasks():
     assert AutoTokenizer.from_pretrained(FOLDER).get_vocab() == WORD_IDS
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", [t for t in TASKS if t not in ("count", *HOP_TASKS)]
 )  # see the card

@@ -14,6 +14,7 @@ from keyhole.retrieval.head import RetrievalHead
 SEED = 7_001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", ["derive", *(pytest.param(task, marks=pytest.mark.slow) for task in ("walk", "walk2"))]
 )

@@ -32,7 +32,7 @@ def test_its_tokenizer_has_the_words_of_the_tasks(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == WORD_IDS
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["recall", "vartrack", "docs2", "walk", "derive", "walk2"])
 def test_it_answers_from_its_context(folder: Path, task: str) -> None:
     weights = load_file(folder / "model.safetensors")

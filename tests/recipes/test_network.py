@@ -1,3 +1,4 @@
+import pytest
 import torch
 from transformers import LlamaForCausalLM
 
@@ -5,6 +6,7 @@ from recipes.tiny_model.curriculum import SINGLE, training_batch
 from recipes.tiny_model.network import llama_config, supervised_logits
 
 
+@pytest.mark.slow
 def test_equals_the_library_at_jumping_positions():
     torch.manual_seed(0)
     config = llama_config(num_layers=2)

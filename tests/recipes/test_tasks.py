@@ -20,6 +20,7 @@ _spec.loader.exec_module(solver)
 LENGTHS = (96, 255, 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_follow_from_the_text(task, length):
@@ -28,6 +29,7 @@ def test_answers_follow_from_the_text(task, length):
         assert solver.solve(item.context, item.question) == item.answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", TASKS)
 def test_prompt_and_answer_fit_and_have_known_words(task, length):

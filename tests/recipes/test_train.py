@@ -53,6 +53,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     torch.testing.assert_close(share, torch.full_like(share, SHARE))
 
 
+@pytest.mark.slow
 def test_the_log_has_one_line_per_examination(settings, never):
     run(replace(settings, tokens=2048), Ranks(), never)
     (line,) = (settings.out / "log.jsonl").read_text().splitlines()

@@ -39,7 +39,7 @@ def test_the_head_finds_more_than_the_newest_tokens(task: str, least: float) -> 
     assert min(margins(768, [text(task, 768)], (96,))) > least
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [512, 1024])
 def test_over_all_tasks_it_finds_clearly_more(words: int) -> None:
     texts = [text(task, words) for task in ("recall", "multiquery", "docs2", "derive")]

@@ -101,7 +101,7 @@ def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
     assert changed() < 0.97 * before
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["attention", "selection", "eagle"])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     network: Any, start: str, objective: str, tmp_path: Path

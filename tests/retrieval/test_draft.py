@@ -258,6 +258,7 @@ def _weighted(targets: TeacherTargets, step: int, losses: Tensor) -> float:
     return sum(w * x for w, x in zip(weights, losses.detach().tolist(), strict=True)) / sum(weights)
 
 
+@pytest.mark.slow
 def test_a_trained_draft_is_written_so_that_it_drafts(tmp_path: Path) -> None:
     """Its layer, read as an EAGLE-3 checkpoint, proposes what the layer in training predicts."""
     network = make_network(make_config("llama"))

@@ -57,6 +57,7 @@ def logits(head: RetrievalHead, target: Any, token_ids: Tensor) -> Tensor:
     return torch.einsum("qhd,nhd->hqn", query, key) * head.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_with_features_scores_like_the_draft(

@@ -141,6 +141,7 @@ def test_training_starts_from_the_mean_key(network: PreTrainedModel) -> None:
     torch.testing.assert_close(folded[:, 16:], query.view(2, 3, 8).mean(1))
 
 
+@pytest.mark.slow
 def test_a_random_gate_learns_where_attention_peaks(network: PreTrainedModel) -> None:
     config = dataclasses.replace(RECIPE, tokens=6_000, learning_rate=0.03)
     distiller = GateDistiller(network, Texts(), config)

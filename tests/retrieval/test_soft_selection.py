@@ -77,6 +77,7 @@ def test_the_target_under_gates_is_eager_attention_with_a_mask(kind: str) -> Non
     assert network.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mistral_sliding"])
 def test_open_gates_change_nothing_and_others_have_gradients(kind: str) -> None:
     network = make_network(make_config(kind)).requires_grad_(False)

@@ -131,6 +131,7 @@ def test_calls_that_the_model_makes_by_itself_are_found(
     assert reason == "tool_calls"
 
 
+@pytest.mark.slow
 def test_without_tools_nothing_is_a_call(client: openai.OpenAI, template: Any) -> None:
     template(templates.LLAMA3)
     forced = {"structured_outputs": {"grammar": 'start: "{\\"name\\": \\"f\\"}"'}}
@@ -213,6 +214,7 @@ def test_tools_that_the_template_does_not_know_are_refused(client: openai.OpenAI
 # Structured output
 
 
+@pytest.mark.slow
 def test_an_answer_is_json_of_its_schema(client: openai.OpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     message, _, reason = whole_and_streamed(client, response_format=wanted)
@@ -233,6 +235,7 @@ def test_any_json_object_is_one(client: openai.OpenAI) -> None:
     raise AssertionError("none of 20 objects came to an end")
 
 
+@pytest.mark.slow
 def test_the_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     from pydantic import BaseModel
 

@@ -174,6 +174,7 @@ def test_a_stored_document_stays_ready_if_another_text_is_refused(address: str) 
     assert httpx2.delete(f"{place}/kept").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_507_and_the_rest_goes_on(
     address: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ def test_an_upload_that_ends_early_is_no_failure_of_the_server(
     assert httpx2.get(f"{address}/v1/documents/half").status_code == 404
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -144,6 +144,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_answer_says_what_it_read(client: openai.OpenAI, path: str, stream: bool) -> None:

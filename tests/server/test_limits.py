@@ -28,6 +28,7 @@ def test_a_key_opens(guarded: str, key: str) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "Bearer", "Bearer third", "Basic first", "Bearer firsts"])
 def test_another_does_not(guarded: str, given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given}

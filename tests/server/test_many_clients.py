@@ -54,6 +54,7 @@ def at_rest(llm: LLM) -> None:
 # A slow reader.
 
 
+@pytest.mark.slow
 def test_what_a_slow_task_has_not_taken_is_one_piece(llm: LLM) -> None:
     wanted = llm.generate("abc", LONG)
     served = AsyncLLM(llm)
@@ -75,6 +76,7 @@ def test_what_a_slow_task_has_not_taken_is_one_piece(llm: LLM) -> None:
     at_rest(llm)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_slows_no_other(address: str, llm: LLM) -> None:
     data = json.dumps(body(max_tokens=150, n=3, stream=True, logprobs=20)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
@@ -104,6 +106,7 @@ def test_a_client_that_does_not_read_slows_no_other(address: str, llm: LLM) -> N
 # Who leaves.
 
 
+@pytest.mark.slow
 def test_who_leaves_is_not_in_the_step_after_the_next(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +158,7 @@ def test_who_leaves_before_the_first_token_frees_its_stream(address: str, llm: L
 # Limits.
 
 
+@pytest.mark.slow
 def test_more_than_the_queue_takes_are_refused_with_the_time_to_wait(llm: LLM) -> None:
     """Four run and one may wait."""
     with serving(llm, max_queue=1) as address:
@@ -166,6 +170,7 @@ def test_more_than_the_queue_takes_are_refused_with_the_time_to_wait(llm: LLM) -
         until(lambda: httpx2.post(f"{address}/v1/completions", json=body()).status_code == 200)
 
 
+@pytest.mark.slow
 def test_a_request_may_have_a_deadline_of_its_own(address: str, llm: LLM) -> None:
     late = body(max_tokens=480, keyhole={"timeout": 0.02})
     with stream_of(address, max_tokens=200) as others:
@@ -193,6 +198,7 @@ def test_a_deadline_ends_a_stream_with_an_error(address: str, llm: LLM, count: i
     at_rest(llm)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_does_not_starve_a_short_one(tmp_path: Path) -> None:
     """`max_prefill_share`: the short prompt is answered while the long one is still being read."""
     path = make_model("llama", tmp_path, tokenizer=True, vocab_size=300)

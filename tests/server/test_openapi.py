@@ -74,7 +74,7 @@ CASES = [(RIGHT, *one) for one in OPERATIONS] + [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "method", "path"), CASES)
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_no_request_makes_the_server_fail(

@@ -47,6 +47,7 @@ def test_a_response_is_that_of_a_chat(client: openai.OpenAI) -> None:
     assert usage.output_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_client_puts_events_together(client: openai.OpenAI, reasoning: None) -> None:
     """Its stream helper keeps a snapshot by the events and compares nothing: we do."""
     body = {"structured_outputs": {"grammar": REASONING}}

@@ -65,6 +65,7 @@ def test_a_key_may_have_any_letters(llm: LLM) -> None:
             assert httpx2.get(f"{address}/v1/models", headers=headers).status_code == status
 
 
+@pytest.mark.slow
 def test_the_documentation_of_the_api_loads_nothing_from_elsewhere(llm: LLM) -> None:
     """And a browser, which sends no key by itself, can open it."""
     with serving(llm, api_key=("k",)) as address:
@@ -113,6 +114,7 @@ def test_a_page_of_another_site_cannot_use_a_server_without_a_key(
     assert httpx2.get(f"{address}/v1/models", headers=headers).status_code == status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"insecure": True}, {"api_key": ("k",)}])
 def test_a_proxy_of_any_name_may_stand_before_other_servers(
     llm: LLM, settings: dict[str, Any]
@@ -179,6 +181,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.mark.slow
 def test_no_text_of_a_request_is_logged(
     llm: LLM, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ async def remote(llm: LLM) -> AsyncIterator[RemoteLLM]:
         await served._link._writer.wait_closed()
 
 
+@pytest.mark.slow
 def test_requests_get_what_each_gets_alone(llm: LLM) -> None:
     prompts = [f"{'abcdefgh'[n % 8]} question {n}" for n in range(20)]
     alone = [llm.generate(prompt, PARAMS) for prompt in prompts]

@@ -45,7 +45,7 @@ from tests.reuse import oracle, plain, plain_methods
 __all__ = ["llms"]
 
 
-@pytest.mark.one_in(35)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def masks(llm: LLM, names: list[str], seed: int) -> tuple[torch.Tensor, torch.Te
     return kept, kept & (torch.rand(shape, generator=random) < 0.4)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fuses", [False, True])
 def test_layers_may_keep_and_write_whatever_they_like(
@@ -249,7 +249,7 @@ def test_policies_with_room_for_all_change_nothing(
         assert_near(ours_, theirs)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*_CHOOSING, "quest", "raas", "streaming_llm"])
 def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], policy: str) -> None:
     llm, _ = llms["llama"]
@@ -271,6 +271,7 @@ def test_policies_read_no_more_than_is_there(llms: dict[str, tuple[LLM, Any]], p
     assert 0 < read < kept
 
 
+@pytest.mark.slow
 def test_what_is_generated_after_documents_is_evicted(llms: dict[str, tuple[LLM, Any]]) -> None:
     """The budget leaves two pages besides the kept tokens; alpha 0 evicts the earlier one."""
     llm, model = llms["llama"]
@@ -323,6 +324,7 @@ def _beside(llm: LLM, policy: str, settings: dict[str, Any]) -> LLM:
     )
 
 
+@pytest.mark.slow
 def test_many_questions_at_once_are_as_each_alone(llms: dict[str, tuple[LLM, Any]]) -> None:
     llm, _ = llms["llama"]
     jobs: list[tuple[list[str], str]] = [

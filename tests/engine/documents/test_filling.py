@@ -103,7 +103,7 @@ def filled(llm: LLM, case: str) -> tuple[Sequence, list[torch.Tensor], int]:
 EVERY_CASE = [case for case in CASES if case != "recompute"]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EVERY_CASE)
 @pytest.mark.parametrize("size", [8, 40])
 def test_steps_between_units_change_nothing(
@@ -154,7 +154,7 @@ def alone(llms: dict[str, tuple[LLM, Any]]) -> list[tuple[int, ...]]:
     return [llm.generate({"prompt_token_ids": tokens(30, i)}, LONG).token_ids for i in range(2)]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["sam_kv", "fusion", "cacheblend", "epic", "reuse", "multi_infllm"]
 )
@@ -201,6 +201,7 @@ def test_prompts_pass_a_question_that_is_being_filled(llms: dict[str, tuple[LLM,
     assert [len(one.generated) for one in (asked, *later)] == [5, 5, 5]
 
 
+@pytest.mark.slow
 def test_questions_are_filled_one_after_the_other(llms: dict[str, tuple[LLM, Any]]) -> None:
     llm, _ = llms["llama"]
     wanted = [filled(opened(llm, AtOnce()), case)[0].generated for case in ("sam_kv", "epic")]
@@ -215,7 +216,7 @@ def test_questions_are_filled_one_after_the_other(llms: dict[str, tuple[LLM, Any
     assert [one.generated for one in both] == wanted
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 5, 10, 20])
 def test_leaving_in_the_middle_frees_everything(
     llms: dict[str, tuple[LLM, Any]], steps: int
@@ -302,6 +303,7 @@ def test_what_never_fits_is_refused_alone(llms: dict[str, tuple[LLM, Any]]) -> N
     assert other.engine.cache.in_use == 0
 
 
+@pytest.mark.slow
 def test_a_record_that_goes_bad_on_the_way_ends_its_request_only(
     llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

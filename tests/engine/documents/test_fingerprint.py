@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from keyhole.engine.documents.fingerprint import fingerprint
@@ -11,6 +12,7 @@ from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
 
+@pytest.mark.slow
 def test_weights_that_are_buffers_count(tmp_path: Path) -> None:
     """The layers of GPTQ and AWQ have no parameters: two quantisations of a model were one."""
     model = load(make_model("llama", tmp_path), "cpu")

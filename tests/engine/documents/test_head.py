@@ -201,7 +201,7 @@ def test_the_head_chooses_among_what_is_there(
     assert found.stats().other_bytes_read == len(there) * numbers * 4
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_for_all_changes_nothing(
     models: dict[str, Model], stores: dict[str, Path], case: str
@@ -230,7 +230,7 @@ def test_a_budget_for_all_changes_nothing(
         assert length < len(wanted.tokens)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "every"), [("tokens+features", 1), ("tokens+features", 3), ("tokens", 1)]
 )
@@ -344,6 +344,7 @@ def test_a_head_of_tokens_alone_stores_nothing(
     assert heads_of(opened(models["tokens"], SMALL, stores["tokens"])) == [frozenset()] * 4
 
 
+@pytest.mark.slow
 def test_keys_of_a_head_that_are_damaged_are_found_and_made_again(
     models: dict[str, Model], stores: dict[str, Path], tmp_path: Path
 ) -> None:

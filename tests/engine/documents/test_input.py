@@ -25,6 +25,7 @@ def stored(llm: LLM, checkpoint: Path, tmp_path: Path) -> LLM:
 GARBAGE = "".join(map(chr, range(32))) + "\x7f\u2028\ufffd\U0001f511" * 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["A", "\n", GARBAGE, "x" * 65], ids=["one", "blank", "odd", "65"])
 def test_any_text_that_has_tokens_is_stored_and_answers_as_a_prefill_would(
     text: str, stored: LLM

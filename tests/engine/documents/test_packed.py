@@ -195,7 +195,7 @@ def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.
             assert found.isfinite().all()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_answers_are_those_over_tokens_at_their_positions(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +211,7 @@ def test_answers_are_those_over_tokens_at_their_positions(
         assert_near(packed, finish(llm, sequence))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
 @pytest.mark.parametrize("kind", ["sam_kv", "masks"])
 def test_layers_that_share_a_selection_read_the_same_tokens_packed(
@@ -238,7 +238,7 @@ def test_layers_that_share_a_selection_read_the_same_tokens_packed(
     assert sequence.reads[-1].shares(2).sum() < 64 + 1  # it did select
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACROSS_LAYERS)
 def test_offloaded_layers_read_the_same_tokens_packed(name: str, folder: Path) -> None:
     policy = make_policy(name, ACROSS_LAYERS[name])
@@ -414,6 +414,7 @@ def test_layers_that_keep_different_numbers_answer_alike(
         assert_near(packed, finish(llm, begin(llm, stack, method)))
 
 
+@pytest.mark.slow
 def test_several_questions_run_at_once(folder: Path) -> None:
     llm = started(folder / "several", 3)
     with ExitStack() as stack:

@@ -83,7 +83,7 @@ def before(sequence: Sequence) -> list[int]:
     return [page for page in sequence.pages[: end // SIZE] if page != NO_PAGE]
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_pages_are_held_once_and_answers_are_as_alone(
@@ -209,6 +209,7 @@ def test_pages_of_another_offset_or_prefix_are_not_taken(folder: Path) -> None:
         assert not {*before(first)[1:]} & {*before(second)[1:]}
 
 
+@pytest.mark.slow
 def test_pages_of_questions_that_ended_are_not_taken(folder: Path) -> None:
     llm = opened(folder, prefix_cache=False)
     with ExitStack() as stack:
@@ -217,7 +218,7 @@ def test_pages_of_questions_that_ended_are_not_taken(folder: Path) -> None:
         assert torch.equal(torch.stack(again.logits), torch.stack(wanted.logits))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["quest", "delta"])
 def test_offloaded_layers_are_shared_too(policy: str, folder: Path, tmp_path: Path) -> None:
     plain = opened(folder, policy, prefix_cache=False)

@@ -66,7 +66,7 @@ def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
         assert plain.propose(tokens, proposed[:-1]) == own
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [Full(), Quest(token_budget=5 * PAGE), Delta(token_budget=5 * PAGE)],
@@ -89,7 +89,7 @@ def test_a_draft_that_is_always_right_saves_steps(model: Model) -> None:
     assert all(stats.accepted_length > COUNT for stats in long)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", [{"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 9, "seed": 4}]
 )

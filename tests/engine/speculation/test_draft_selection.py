@@ -69,6 +69,7 @@ def preferred(weights: torch.Tensor, lists: int) -> list[list[int]]:
     return [best(row, BUDGET, first=SINKS, last=WINDOW) for row in largest.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("per_head", "coming"),
     [

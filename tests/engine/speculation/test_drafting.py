@@ -94,9 +94,9 @@ def assert_drafted(found: list[Sequence]) -> None:
     assert 0 < accepted < sum(one.proposed for one in counters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gqa", "windows", "latent"])
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.one_in(12)
 def test_tokens_and_logits_are_those_without_a_draft(
     models: dict[str, Model], kind: str, name: str
 ) -> None:
@@ -108,6 +108,7 @@ def test_tokens_and_logits_are_those_without_a_draft(
     assert_drafted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "delta"])
 def test_sixteen_bits_do_not_change_what_is_kept(tmp_path: Path, name: str) -> None:
     """Logits of a batch of another size differ by rounding; each token is that of its logits."""
@@ -119,6 +120,7 @@ def test_sixteen_bits_do_not_change_what_is_kept(tmp_path: Path, name: str) -> N
         assert said == sequence.generated
 
 
+@pytest.mark.slow
 def test_ngram_proposes_what_a_text_repeats() -> None:
     text = "Alma keeps 17 . the old river falls . question : Alma keeps ? answer :"
     params = SamplingParams(max_tokens=40, **GREEDY)
@@ -128,6 +130,7 @@ def test_ngram_proposes_what_a_text_repeats() -> None:
     assert all(one.stats.accepted_length > 2 for one in found)
 
 
+@pytest.mark.slow
 def test_a_head_that_reads_only_tokens_can_select(tmp_path: Path) -> None:
     fields = {"num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 1024}
     model = with_head(make_model("llama_group3", tmp_path, **fields), inputs="tokens")
@@ -147,7 +150,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", SAMPLED, ids=str)
 def test_a_seed_gives_the_tokens_that_it_gives_without_a_draft(
     model: Model, params: dict[str, Any]
@@ -163,6 +166,7 @@ def test_a_seed_gives_the_tokens_that_it_gives_without_a_draft(
             assert here == pytest.approx(there, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_running_out_of_pages_changes_nothing(model: Model) -> None:
     policy = Quest(**SMALL)
     coming = tuple((0, prompt(10 + 7 * i, i), 60) for i in range(5))
@@ -195,6 +199,7 @@ def test_a_request_may_fill_the_whole_memory(model: Model) -> None:
     assert found[0].stats().accepted_length == pytest.approx(19 / 4)  # 5 + 5 + 5 + 4
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_has_accepted_tokens_only(model: Model) -> None:
     """The pages of the same texts, with the same keys, values and bounds, as without a draft."""
     policy = Quest(**SMALL)
@@ -306,7 +311,7 @@ ENDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS, ids=str)
 def test_a_request_ends_where_it_ends_without_a_draft(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any]
@@ -351,6 +356,7 @@ def test_a_request_ends_where_it_ends_without_a_draft(
     assert llms[1].engine.cache.in_use == len(llms[1].engine.prefix.held())
 
 
+@pytest.mark.slow
 def test_text_comes_in_pieces_of_accepted_tokens(checkpoint: Path) -> None:
     plain, llm = (LLM(checkpoint, page_size=8, draft=draft) for draft in (None, "ngram"))
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -363,6 +369,7 @@ def test_text_comes_in_pieces_of_accepted_tokens(checkpoint: Path) -> None:
     assert len(pieces[-1].result.token_times) == 40
 
 
+@pytest.mark.slow
 def test_coroutines_get_the_text_without_a_draft(checkpoint: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
     prompts = ["ab ab ab", "a river and a river"]
@@ -377,6 +384,7 @@ def test_coroutines_get_the_text_without_a_draft(checkpoint: Path) -> None:
         assert one.stats.accepted_length is not None
 
 
+@pytest.mark.slow
 def test_a_grammar_holds(checkpoint: Path) -> None:
     pytest.importorskip("llguidance", reason="grammars need an extra, keyhole[serve]")
     lark = 'start: "ab" ("ab" | "ba")~8 "c"'
@@ -408,6 +416,7 @@ def test_given_tokens_and_traced_requests_take_one_token_at_a_time(model: Model)
         assert one.layers == two.layers
 
 
+@pytest.mark.slow
 def test_documents_of_which_layers_dropped_tokens(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, vocab_size=VOCAB, max_position_embeddings=1024)
     answers = []
@@ -433,7 +442,7 @@ def test_documents_of_which_layers_dropped_tokens(tmp_path: Path) -> None:
 RECORDED = ((0, prompt(3, 0), 50), (5, prompt(60, 1), 40))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "quest", "delta"])
 def test_recorded_steps_are_repeated_with_drafts(
     monkeypatch: pytest.MonkeyPatch, model: Model, name: str

@@ -30,7 +30,7 @@ COMING = ((0, prompt(3), 18), (0, prompt(33), 15), (5, prompt(21), 1), (7, promp
 SETTINGS = {"prefill_chunk": 24, "max_batch": 4}
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_tokens_and_logits_are_those_without_a_draft(family: str) -> None:
     network: Any = network_of(family)
@@ -40,7 +40,7 @@ def test_tokens_and_logits_are_those_without_a_draft(family: str) -> None:
     assert_drafted(found)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [Quest(token_budget=4 * PAGE), Delta(token_budget=4 * PAGE)], ids=lambda one: one.name
 )
@@ -51,6 +51,7 @@ def test_policies_select_for_the_layers_of_attention(hybrid: Any, policy: Policy
     assert_drafted(found)
 
 
+@pytest.mark.slow
 def test_a_draft_model_proposes(tmp_path: Path) -> None:
     network = network_of("lfm2")
     network.save_pretrained(tmp_path / "model")

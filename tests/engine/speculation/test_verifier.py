@@ -114,7 +114,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_outcomes_have_the_probabilities_that_they_have_without_a_draft(
     settings: dict[str, Any],
@@ -134,6 +134,7 @@ def test_the_statistic_notices_another_distribution() -> None:
     assert chi_square(changed, shares) > 5
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_longest_prefix_that_is_the_argmax() -> None:
     logits = torch.full((3, VOCAB), -1.0)
     logits[0, DRAFT[0]] = logits[1, 5] = logits[2, 0] = 1.0

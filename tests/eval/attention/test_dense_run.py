@@ -90,7 +90,7 @@ def dense_twin(kind: str, text: list[int]) -> tuple[tuple[Tensor, ...], list[Ten
     return tuple(w[0].double() for w in weights), per_head, outputs
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama_group3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     """Grouped heads; windows and softcap; sinks, which are no token; latents that heads share."""
@@ -127,7 +127,7 @@ def test_mass_and_error_are_those_of_plain_transformers(kind: str, tmp_path: Pat
         assert checked == STEPS * len(model.geometry(PAGE).full_attention)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_reads_what_it_reads_alone(name: str, model: Model) -> None:
     """Up to its first sparse layer a policy's own run has the queries and keys of the dense one."""
@@ -178,6 +178,7 @@ def test_policies_of_one_run_do_not_affect_each_other(model: Model) -> None:
             assert torch.equal(found.output, wanted.output)
 
 
+@pytest.mark.slow
 def test_the_model_itself_stays_dense(model: Model) -> None:
     """Whatever stands beside it, weights and outputs of a layer are those of full attention."""
     beside = observed(model, [StreamingLLM(token_budget=2, sink_size=1)])
@@ -186,6 +187,7 @@ def test_the_model_itself_stays_dense(model: Model) -> None:
         assert torch.equal(one.output, alone.output)
 
 
+@pytest.mark.slow
 def test_known_prompts_change_nothing(model: Model) -> None:
     copies, policy = SharedPromptCache(2**24), [small("quest"), small("clusterkv")]
     first, again = (observed(model, policy, copies) for _ in range(2))

@@ -25,7 +25,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*TINY_FORMS.values(), "tiny_reference"}))
 def test_it_solves_short_samples(name: str, model: Any, tokenizer: Any) -> None:
     task = make_task(name)

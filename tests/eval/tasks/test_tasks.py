@@ -52,7 +52,7 @@ COUNTERS: dict[str, tuple[CountTokens, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize("name", tasks())
 def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: str) -> None:
@@ -69,7 +69,7 @@ def test_a_sample_fills_its_length_and_does_not_exceed_it(name: str, counter: st
         assert total >= 0.9 * length or "walk" in name or length == 20000
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize("name", tasks())
 def test_the_right_answer_may_be_generated_to_its_end(name: str, counter: str) -> None:
@@ -97,7 +97,7 @@ def test_samples_are_the_same_in_another_process() -> None:
     assert done.stdout.strip() == here["digest"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tasks())
 def test_another_seed_is_another_sample(name: str) -> None:
     first, again, other = (make_task(name).make(1024, seed, WORDS) for seed in (0, 0, 1))
@@ -115,7 +115,7 @@ def test_a_reader_finds_the_answer_in_the_prompt(name: str) -> None:
         assert task.score(sample, read(name, sample.prompt)) == 1.0
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_TASKS)
 def test_a_reader_finds_the_answer_in_the_words_of_the_bundled_world(name: str) -> None:
     task = make_task(name)
@@ -125,7 +125,7 @@ def test_a_reader_finds_the_answer_in_the_words_of_the_bundled_world(name: str) 
         assert all(word in WORD_IDS for word in f"{sample.prompt} {sample.answers[0]}".split())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tasks())
 def test_the_right_answer_scores_one_and_a_wrong_one_nothing(name: str) -> None:
     task = make_task(name)

@@ -28,6 +28,7 @@ def attend_tables(query: torch.Tensor, pages: list[torch.Tensor], tables: Tables
     return out.view(B, Hq, width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lists", [1, HKV, HKV * G])
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_tables_read_what_was_selected(lists: int, lengths: list[int], seed: int) -> None:

@@ -65,6 +65,7 @@ def test_an_adapter_beside_weights_is_applied(folders: dict[str, Path]) -> None:
     assert all(check.passed for check in verify(folders["beside"], "cpu"))
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_merged_into_its_model(folders: dict[str, Path]) -> None:
     found = load(folders["adapter"], "cpu")
     assert found.name == "adapter"
@@ -112,7 +113,7 @@ def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> 
         locate(adapter)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -240,6 +241,7 @@ def test_an_adapter_of_another_model_is_refused(folders: dict[str, Path], tmp_pa
         load(folders["beside"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_path: Path) -> None:
     base = make_model("llama", tmp_path, tie_word_embeddings=True)

@@ -69,7 +69,7 @@ def experts(model: Any) -> list[BlockExperts]:
     return [module for module in model.network.modules() if isinstance(module, BlockExperts)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K_M"])
 def test_logits_are_those_of_the_dequantised_file(make: Callable[[str], Path], kind: str) -> None:
     kept = load(make(kind), "cpu", "float32")
@@ -93,6 +93,7 @@ def test_logits_are_those_of_the_dequantised_file(make: Callable[[str], Path], k
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 def test_experts_beside_one_that_all_tokens_use(tmp_path: Path) -> None:
     save(Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=2 * WIDTH), tmp_path / "whole")
     path = tmp_path / "small.gguf"

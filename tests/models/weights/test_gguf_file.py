@@ -59,7 +59,7 @@ def held_bytes(model: Any) -> int:
     return sum({x.data_ptr(): x.nbytes for x in model.network.state_dict().values()}.values())
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_those_of_the_dequantised_file(
@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_dequantised_file(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> None:
     """Q4_K's scales have a byte each in memory, 3% more; Q5_K's weights 6 bits, 21% more."""
@@ -99,7 +99,7 @@ def test_memory_is_that_of_the_file(make: Callable[..., Path], kind: str) -> Non
     assert kept < 0.6 * held_bytes(load(path, "cpu", weights="dequantised"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", *MIXED])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_counts_what_is_kept(
@@ -118,6 +118,7 @@ def test_a_plan_counts_what_is_kept(
     assert found["memory"] >= engine.cache.max_pages * engine.cache.page_bytes
 
 
+@pytest.mark.slow
 def test_a_folder_is_planned_as_its_file(
     make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +162,7 @@ def test_every_check_passes(make: Callable[..., Path], kind: str) -> None:
     assert failed(loaded) == []
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXED)
 def test_files_of_two_formats_are_kept_whole(make: Callable[..., Path], kind: str) -> None:
     network = load(make(kind), "cpu").network
@@ -201,6 +202,7 @@ def test_a_damaged_header_of_blocks_is_named(
     assert "the file may be damaged or cut short: get it again" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_rows_that_are_no_whole_blocks_are_numbers(make: Callable[..., Path]) -> None:
     path = make("Q8_0", intermediate_size=96)
     kept, plain = (load(path, "cpu", weights=weights) for weights in (None, "dequantised"))
@@ -231,6 +233,7 @@ def test_only_files_with_blocks_are_dequantised(tmp_path: Path) -> None:
         adopt(load(folder, "cpu").network, device="cpu", weights="dequantised")
 
 
+@pytest.mark.slow
 def test_the_log_says_what_is_kept(
     make: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

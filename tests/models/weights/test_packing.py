@@ -36,7 +36,7 @@ def packed(folder: str) -> Any:
     return load(folder, "cpu", weights="int4").network
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8", "int4:group_size=32"])
 def test_every_policy_gives_the_logits_of_the_packed_model(folder: str, weights: str) -> None:
     """Against transformers' eager attention over the same packed layers: ragged, in chunks."""
@@ -45,7 +45,7 @@ def test_every_policy_gives_the_logits_of_the_packed_model(folder: str, weights:
     assert failed(loaded) == []
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3", "phi3", "deepseek_v3"])
 def test_other_families_are_packed(kind: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}

@@ -64,7 +64,7 @@ def adapted(folders: dict[str, Path], **settings: object) -> LLM:
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
 def test_adapters_over_the_kept_blocks_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
     """One batch of both adapters and none, as with the file's weights unpacked."""
@@ -106,7 +106,7 @@ def params(adapter: str | None) -> SamplingParams:
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_requests_of_several_adapters_in_one_batch(folders: dict[str, Path], chunk: int) -> None:
     llm = adapted(folders, prefill_chunk=chunk)
@@ -151,6 +151,7 @@ def test_layers_on_two_devices_add_what_those_on_one_do(
     assert not torch.equal(found[0], found[2])  # one prompt, two models
 
 
+@pytest.mark.slow
 def test_cached_prefixes_are_of_one_adapter(folders: dict[str, Path]) -> None:
     llm = adapted(folders)
     prompt = PROMPTS[0]
@@ -162,7 +163,7 @@ def test_cached_prefixes_are_of_one_adapter(folders: dict[str, Path]) -> None:
         assert again.token_ids == before.token_ids
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reuse", ["reuse", "recompute", "sam_kv", "cacheblend:recompute_ratio=0.5"]
 )
@@ -295,6 +296,7 @@ def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_pat
         LLM(other, device="cpu", adapters={"wide": folders["wide"]})
 
 
+@pytest.mark.slow
 def test_a_loaded_network_is_not_changed(folders: dict[str, Path]) -> None:
     network = AutoModelForCausalLM.from_pretrained(folders["base"])
     names = [*network.state_dict()]

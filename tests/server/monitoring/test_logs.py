@@ -39,6 +39,7 @@ def lines_of(llm: LLM, stream: bool = False, **settings: Any) -> list[dict[str, 
     return [line for line in lines if line["logger"] == "keyhole.server.requests"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_says_how_a_request_went(llm: LLM, stream: bool) -> None:
     first, second = lines_of(llm, stream)

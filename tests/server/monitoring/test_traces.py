@@ -41,6 +41,7 @@ def spans(
     return list(exporter.get_finished_spans())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_has_spans_for_queue_prefill_and_decode(
     llm: LLM, exporter: InMemorySpanExporter, stream: bool
