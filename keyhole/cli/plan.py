@@ -15,6 +15,7 @@ import math
 import sys
 import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keyhole import drawing
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from keyhole.models.checkpoint import Built, Checkpoint
     from keyhole.models.locate import ModelFiles
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
+    from keyhole.policies.base import Policy
 
 _PRESETS = ("measured", "paper")
 _DEVICES = ("cpu", "cuda")
@@ -182,11 +184,11 @@ def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
 def _under_policy(
     name: str, shape: Checkpoint, geometry: Geometry, size: ModelSize, settings: PlanSettings
 ) -> MemoryModel:
-    """The memory model with the data of the policy, and of the retrieval head or gate if one is
-    stored with the model; loads torch.
+    """The memory model with the data of the policy, and of the retrieval head or gate that it names
+    or that is stored with the model; loads torch.
     """
     from keyhole.engine import allocation
-    from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER
+    from keyhole.models.model import CALIBRATION_FILE
     from keyhole.retrieval import head_files
     from keyhole.retrieval.head_files import HeadCheckpoint as Folder
 
@@ -201,12 +203,12 @@ def _under_policy(
     except ConfigError as refused:  # an engine under this policy runs without offload
         print(f"no layer is offloaded: {refused}", file=sys.stderr)
         layers = ()
-    for wanted, place in ((policy.wants_head, HEAD_FOLDER), (policy.wants_gate, GATE_FOLDER)):
-        if wanted and (shape.folder / place).is_dir():
-            folder = Folder.open(shape.folder / place)
-            head = head_files.read_config(folder)[0] if policy.wants_head else None
-            numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
-            size = replace(size, head_weight_bytes=numbers * shape.itemsize)
+    selecting = _selecting(policy, shape)
+    if selecting is not None:
+        folder = Folder.open(selecting)
+        head = head_files.read_config(folder)[0] if policy.wants_head else None
+        numbers = sum(math.prod(tensor) for tensor in folder.shapes.values())
+        size = replace(size, head_weight_bytes=numbers * shape.itemsize)
     return allocation.memory_of(
         geometry,
         policy,
@@ -217,6 +219,26 @@ def _under_policy(
         prefill_chunk=EngineConfig.prefill_chunk,
         gathers=settings.device == "cuda",
     )
+
+
+def _selecting(policy: Policy, shape: Checkpoint) -> Path | str | None:
+    """The folder of the head or gate that the policy selects by; None if it needs none, or if there
+    is none yet, which is printed.
+    """
+    from keyhole.models.model import GATE_FOLDER, HEAD_FOLDER
+
+    if not (policy.wants_head or policy.wants_gate):
+        return None
+    kind, beside = ("head", HEAD_FOLDER) if policy.wants_head else ("gate", GATE_FOLDER)
+    named: str | None = getattr(policy, kind, None)
+    if named is None and not (shape.folder / beside).is_dir():
+        print(
+            f"without the data of a {kind}: {shape.name!r} has no folder {beside!r}, and {kind}= "
+            "names no other",
+            file=sys.stderr,
+        )
+        return None
+    return named or shape.folder / beside
 
 
 def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from keyhole.exactness_gate import Exactness
     from keyhole.models.model import Model
     from keyhole.retrieval.head import RetrievalHead
+    from keyhole.retrieval.training.training_config import Corpus
 
 _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "same token")
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     length = _length(arguments.length)
     plain = _plain(arguments)
     model = flags.load_model(arguments)
+    texts = _texts(model, arguments)
     from keyhole import kernels
     from keyhole.eval.verify import verify
 
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         else "launched one by one",
     }
     packing = _packing(model, plain)
-    head = _head(model, arguments)
+    head = _head(model, texts)
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
         recall = None if head is None else [vars(cell) for cell in head[1]]
@@ -128,20 +130,31 @@ def _length(text: str | None) -> int | None:
     return int(text)
 
 
-def _head(
-    model: Model, arguments: argparse.Namespace
-) -> tuple[RetrievalHead, list[RecallCell]] | None:
-    """The head and its recall; None without a head or without texts for it."""
+def _texts(model: Model, arguments: argparse.Namespace) -> Corpus | None:
+    """The texts for the recall of the head; None without a head, or without texts for it.
+
+    ConfigError for texts that nothing would read.
+    """
     from keyhole.eval.tiny_language.tasks import HeadTexts
-    from keyhole.eval.verify import check_head
     from keyhole.retrieval.training.training_config import read
 
-    bundled = flags.has_bundled_vocabulary(arguments.model)
-    if model.head is None or (arguments.data is None and not bundled):
+    if model.head is None:
+        if arguments.data is not None and arguments.weights is None:
+            raise ConfigError(
+                f"--data {arguments.data!r} would not be read: {model.name!r} has no retrieval "
+                "head; leave it out, or give --weights"
+            )
         return None
-    if arguments.data is None:
-        return check_head(model, HeadTexts())
-    return check_head(model, read(arguments.data, model.tokenizer, model.vocab_size))
+    if arguments.data is not None:
+        return read(arguments.data, model.tokenizer, model.vocab_size)
+    return HeadTexts() if flags.has_bundled_vocabulary(arguments.model) else None
+
+
+def _head(model: Model, texts: Corpus | None) -> tuple[RetrievalHead, list[RecallCell]] | None:
+    """The head and its recall over the texts."""
+    from keyhole.eval.verify import check_head
+
+    return None if texts is None else check_head(model, texts)
 
 
 def _print_head(model: Model, head: tuple[RetrievalHead, list[RecallCell]] | None) -> None:

@@ -61,22 +61,33 @@ def draft_shape(draft: HeadCheckpoint, config: HeadConfig) -> DraftShape:
             f"draft {draft.name!r} has the activation {activation!r} in its MLP; only 'silu' is "
             "supported"
         )
-    if int(fields.get("num_hidden_layers", 1)) != 1:
+    layers = fields.get("num_hidden_layers", 1)
+    if layers != 1:
         raise ModelError(
-            f"draft {draft.name!r} has {fields['num_hidden_layers']} layers; only drafts of one "
-            "layer propose tokens"
+            f"draft {draft.name!r} has num_hidden_layers {layers!r}; only drafts of one layer "
+            "propose tokens"
         )
     gate = layer + "mlp.gate_proj.weight"
     if gate not in draft.shapes:
         raise ModelError(f"checkpoint {draft.name!r} has no tensor {gate}")
-    output = draft.shapes.get("lm_head.weight")
+    own_output = "lm_head.weight" in draft.shapes
     return DraftShape(
-        mlp_size=draft.shapes[gate][0],
-        vocab_size=config.vocab_size if output is None else output[0],
+        mlp_size=_rows(draft, gate),
+        vocab_size=_rows(draft, "lm_head.weight") if own_output else config.vocab_size,
         output_bias=layer + "self_attn.o_proj.bias" in draft.shapes,
         norm_before_residual=bool(fields.get("norm_before_residual")),
         norm_output=bool(fields.get("norm_output")),
     )
+
+
+def _rows(draft: HeadCheckpoint, key: str) -> int:
+    shape = draft.shapes[key]
+    if len(shape) != 2:
+        raise ModelError(
+            f"checkpoint {draft.name!r} has a tensor {key} of shape {list(shape)}, it must be a "
+            "matrix"
+        )
+    return shape[0]
 
 
 def draft_weights(

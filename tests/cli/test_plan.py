@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,37 @@ def test_every_policy_is_planned_also_where_an_engine_refuses_offload(
     assert ran.status == 0, ran.err
     assert ("maximum context with no layer offloaded:" in ran.out) != offloads
     assert ran.out.splitlines()[-2].split()[:3] == ["1,024", "6", "0"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("spe_context", "head"), ("seer_attention_r", "gate")]
+)
+def test_a_head_or_gate_that_the_policy_names_is_counted(
+    policy: str, kind: str, run: Run, tmp_path: Path
+) -> None:
+    """Only the one in the model's folder was, so that a plan with head=FOLDER promised eight times
+    the tokens that an engine with this setting holds.
+    """
+    shutil.copytree(keyhole.tiny(), tmp_path / "model")
+    beside = tmp_path / "model" / {"head": "keyhole-head", "gate": "seer-gate"}[kind]
+    options = ("plan", "--model", str(tmp_path / "model"), "--memory", "8MiB", "--policy")
+
+    def planned(setting: str = "") -> tuple[Any, str]:
+        ran = run(*options, f"{policy}:token_budget=64{setting}", "--json")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        return (found["thresholds"], found["head_weight_bytes"]), ran.err
+
+    right, said = planned()
+    assert not said
+    beside.rename(tmp_path / "elsewhere")
+    assert planned(f",{kind}={tmp_path / 'elsewhere'}") == (right, "")
+    without, said = planned()
+    assert without != right
+    assert f"without the data of a {kind}" in said
+    ran = run(*options, f"{policy}:{kind}={tmp_path / 'nothing'}")
+    assert ran.status == 2
+    assert "nothing" in ran.err
 
 
 def test_one_length_can_be_drawn(llama: str, run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from keyhole import kernels
 from keyhole.eval import verify, weight_error
 from keyhole.models.loading import load
-from keyhole.models.model import HEAD_FOLDER
+from keyhole.models.model import HEAD_FOLDER, Model
 from keyhole.retrieval.head import RetrievalHead
 from tests.checkpoints import make_model
 from tests.cli.conftest import Run
@@ -104,6 +104,28 @@ def test_the_recall_of_a_head_is_printed(
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
     assert "no text of 64 tokens" in ran.err
+
+
+def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a head and --weights, any --data was ignored, even a file that does not exist; with
+    a head, a wrong file was found after all checks, whose results were lost.
+    """
+
+    def verified(model: Model, length: int | None) -> None:
+        raise AssertionError("the checks ran")
+
+    monkeypatch.setattr(verify, "verify", verified)
+    path = make_model("llama", tmp_path, tokenizer=True)
+    options = ("verify", "--model", path, "--device", "cpu", "--data", str(tmp_path / "nowhere"))
+    ran = run(*options)
+    assert ran.status == 2
+    assert "has no retrieval head; leave it out, or give --weights" in ran.err
+    RetrievalHead.random(load(path, "cpu").network).save_pretrained(Path(path) / HEAD_FOLDER)
+    ran = run(*options)
+    assert ran.status == 2
+    assert "nowhere' cannot be read: No such file" in ran.err
 
 
 def test_what_packing_changes_is_reported(

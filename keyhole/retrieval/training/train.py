@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from keyhole.errors import ConfigError, NumericalError
+from keyhole.errors import ConfigError, NumericalError, why
 from keyhole.retrieval.training.distill import Distiller
 from keyhole.retrieval.training.gate_distill import GateDistiller
 from keyhole.retrieval.training.run import StepProgress, TrainingRun
@@ -128,7 +128,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 #: What torch raises for a file that is not, or not wholly, what it wrote.
 _DAMAGED = (
-    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError),
+    *(RuntimeError, EOFError, pickle.UnpicklingError, ValueError),
     *(KeyError, TypeError, AttributeError, IndexError),
 )
 
@@ -153,8 +153,13 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
         return state
     except FileNotFoundError as error:
         raise ConfigError(f"{str(folder)!r} holds no run to resume") from error
-    except _DAMAGED as error:
-        raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {why(error)}") from error
+    except _DAMAGED as error:  # without torch's text, whose advice is to load it unsafely
+        raise ConfigError(
+            f"the snapshot {str(path)!r} is damaged, or no snapshot of a training "
+            f"({type(error).__name__}); begin again in another folder"
+        ) from error
 
 
 def config_of(folder: str | Path) -> TrainingConfig | None:
