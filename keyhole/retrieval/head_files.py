@@ -126,14 +126,18 @@ class HeadCheckpoint:
         return cls(name, config, shapes, read)
 
     def tensor(self, key: str, *shape: int) -> Tensor:
-        """The tensor `key` on the CPU; ModelError unless it exists, with this shape and a float
-        dtype.
+        """The tensor `key` on the CPU; ModelError unless it exists, with this shape, a float dtype
+        and finite values.
         """
         found = self._found(key, shape)
         if not found.is_floating_point():
             raise ModelError(
                 f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}; quantised "
                 "weights cannot be read"
+            )
+        if not torch.isfinite(found).all():
+            raise ModelError(
+                f"checkpoint {self.name!r} has NaN or infinite values in {key}; its file is damaged"
             )
         return found
 

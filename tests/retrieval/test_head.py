@@ -279,6 +279,19 @@ def test_a_head_without_one_of_its_tensors_is_refused(target: Any, tmp_path: Pat
         RetrievalHead.from_pretrained(tmp_path, target)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_head_of_values_that_are_not_finite_is_refused(
+    value: float, target: Any, tmp_path: Path
+) -> None:
+    """It was loaded, and selected whatever NaN compares to."""
+    head = RetrievalHead.random(target)
+    with torch.no_grad():
+        head.k.weight[3, 5] = value
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"NaN or infinite values in k\.weight"):
+        RetrievalHead.from_pretrained(tmp_path, target)
+
+
 def test_settings_that_cannot_be_are_refused(target: Any, tmp_path: Path) -> None:
     path = make_draft(tmp_path)
     with pytest.raises(ConfigError, match="inputs 'features' must be tokens or tokens"):
