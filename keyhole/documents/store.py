@@ -159,10 +159,10 @@ class DocumentStore:
         """Stores a document; when this returns, it is on disk.
 
         Adding the same name and source again changes only the pin and the metadata, unless the
-        stored files are damaged. overwrite: replace a document of this name, including the records
-        of its old text by all models. pinned: whether it is never evicted; None: as the document
-        of this name before, else not. metadata: JSON that is stored with it; None: that of the
-        same text before, else none.
+        stored files are damaged or the record has blocks of another size. overwrite: replace a
+        document of this name, including the records of its old text by all models. pinned: whether
+        it is never evicted; None: as the document of this name before, else not. metadata: JSON
+        that is stored with it; None: that of the same text before, else none.
 
         Raises ConfigError for an invalid name or source, for a name that has another source, and
         for a record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not
@@ -174,7 +174,8 @@ class DocumentStore:
         validate(record)
         with self._told("written"):
             same = self._writer.same(name, origin, overwrite=overwrite)
-            if same is None or overwrite or not self._writer.is_whole(same):
+            size = record.block_size
+            if same is None or overwrite or not self._writer.is_whole(same, size):
                 return self._writer.add(
                     name,
                     origin,
@@ -188,6 +189,17 @@ class DocumentStore:
         if metadata is not None:
             self.describe(name, metadata)
         return self.info(name)
+
+    def renew(self, name: str, source: str | Sequence[int], record: DocumentRecord) -> None:
+        """Replaces this model's record of a document by one that was made of `source` again.
+
+        No effect if the document has another text by now, or was removed: encoding takes a while,
+        and another process may have done so meanwhile. Raises as `add`.
+        """
+        origin = Source.of(source)
+        validate(record)
+        with self._told("written"):
+            self._writer.renew(name, origin, record)
 
     # Reading.
 
