@@ -219,8 +219,7 @@ class DocumentStore:
         The records are checked in threads, and the index counts the hits in one transaction.
         """
         with self._told("read"), ExitStack() as stack:
-            known = {source.name: source for source in self._catalogue.index.sources(names)}
-            sources = [known.get(name) or self._catalogue.source(name) for name in names]
+            sources = self._catalogue.sources(names)
             opened = self._open_in_threads(sources, stack)
             files = {name: one.file for name, one in zip(names, opened, strict=True)}
             infos = self._catalogue.index.opened(files, self.model)
@@ -331,7 +330,7 @@ class DocumentStore:
             if names is None:
                 sources = self._catalogue.index.sources()
             else:
-                sources = [self._catalogue.source(name) for name in names]
+                sources = self._catalogue.sources(names)
             for source in sources:
                 found += problems(self._catalogue, source, self.fingerprint)
         return found
