@@ -520,7 +520,7 @@ class DocumentLookup:
             encoded=True,
             metadata={},
         )
-        return StoredDocument(info, record, reader, _NoLease())
+        return StoredDocument(info, record, reader, _NoLease(), checks=not reader.is_local)
 
     def _absent(self, name: str, digest: str) -> RecordError:
         """The error for a missing record: other models have one, or none has."""

@@ -81,7 +81,8 @@ class DocumentStore:
     everything that determines this model's keys and values. limit_bytes: for all texts and the
     records of all models; the least recently used records are evicted, their texts stay; None: no
     limit. check: "open" compares a record's header and statistics with their digests when it is
-    opened; "read" also everything that is read of it later. cache_folder: where the index is stored
+    opened; "read" also everything that is read of it later, as is always done at a URL, where a
+    record may be replaced while it is open. cache_folder: where the index is stored
     if it cannot be in the storage (a URL, or a read-only folder); None: the user's cache folder.
 
     Any operation raises ConfigError if the place or its index cannot be used.
@@ -226,10 +227,15 @@ class DocumentStore:
             for name in names:
                 if name not in infos:  # another process has just removed it
                     raise self._catalogue.unknown(name)
-            checks = self.check == "read"
             stack.pop_all()  # from here on, each document closes what it has
             return [
-                StoredDocument(infos[name], one.record, one.reader, one.lease, checks=checks)
+                StoredDocument(
+                    infos[name],
+                    one.record,
+                    one.reader,
+                    one.lease,
+                    checks=self.check == "read" or not one.reader.is_local,
+                )
                 for name, one in zip(names, opened, strict=True)
             ]
 
