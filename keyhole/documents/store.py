@@ -329,7 +329,8 @@ class DocumentStore:
         """Reads everything stored of these documents, or of all, and returns the problems.
 
         Every digest of the sources and of this model's records is compared. A document that has
-        only records of other models is reported as "foreign"; an evicted record is not a problem.
+        only records of other models is reported as "foreign". An evicted record is a problem only
+        of a document that is named.
         """
         with self._told("read"):
             found = [] if names is not None else nameless(self._catalogue)
@@ -338,7 +339,9 @@ class DocumentStore:
             else:
                 sources = self._catalogue.sources(names)
             for source in sources:
-                found += problems(self._catalogue, source, self.fingerprint)
+                found += problems(
+                    self._catalogue, source, self.fingerprint, named=names is not None
+                )
         return found
 
     # Changing.

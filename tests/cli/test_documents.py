@@ -193,6 +193,16 @@ def test_a_limit_evicts_documents_except_pinned_ones(documents: Documented, tmp_
     ran = documents("ask", "which?", "--documents", "b", *FEW)
     assert ran.status == 2
     assert "document 'b': it has no record, because it was evicted or removed" in ran.err
+    # What the error says: it named `verify --repair`, which did nothing.
+    assert "`keyhole documents verify b --repair`" in ran.err
+    assert documents("verify").out == "3 documents checked, no problems\n"
+    ran = documents("verify", "b")
+    assert (ran.status, ran.out.splitlines()[-1]) == (
+        1,
+        "1 document checked, 1 problem; --repair encodes them again",
+    )
+    assert documents("verify", "b", "--repair").status == 0
+    assert documents("ask", "which?", "--documents", "b", *FEW).status == 0
 
 
 # What is there.

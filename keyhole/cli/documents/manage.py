@@ -277,7 +277,7 @@ class List:
     """Lists the stored documents. Without --model, no model is loaded.
 
     With --model, tokens and blocks are as this model counts them, and `encoded` says whether it can
-    answer over a document at once; if not, `keyhole documents verify --repair` encodes it.
+    answer over a document at once; if not, `keyhole documents verify NAME --repair` encodes it.
     """
 
     add_arguments = staticmethod(_add_list_arguments)
@@ -300,7 +300,8 @@ class Verify:
 
     For damaged records and records of another model (revision, dtype, RoPE, tokenizer), the
     differences are named. --repair encodes them again from their texts; only a damaged text cannot
-    be repaired. Exit status 1 if something is wrong and was not repaired.
+    be repaired. A record that was evicted is reported, and encoded again, only if its document is
+    named. Exit status 1 if something is wrong and was not repaired.
     """
 
     add_arguments = staticmethod(_add_verify_arguments)

@@ -138,8 +138,8 @@ class Documents:
     ) -> builtins.list[Problem]:
         """The damaged documents and those of another model, among `names` or all.
 
-        repair: encode these again from their texts, where those are whole. What was repaired is in
-        the list too.
+        Of those that are named, also the ones whose record was evicted. repair: encode these again
+        from their texts, where those are whole. What was repaired is in the list too.
         """
         problems = self.store.verify(names)
         if repair:
