@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import EDQUOT, EFBIG, EMFILE, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +382,8 @@ class DocumentStore:
                     "choose "
                     "another place"
                 ) from error
+            if error.errno == EMFILE:
+                where += "; name fewer documents, or allow more open files: `ulimit -n`"
             raise ConfigError(where) from error
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
