@@ -235,7 +235,9 @@ class Catalogue:
         self.index.forget_records(gone)
 
     def require_room(self, more_bytes: int, limit_bytes: int, keep: Collection[str]) -> None:
-        """StorageFullError unless `evict` can free this many bytes."""
+        """StorageFullError unless `evict` can free this many bytes; a store may always shrink."""
+        if more_bytes <= 0:
+            return
         total = self.index.total_bytes()
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
