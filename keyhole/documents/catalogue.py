@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -143,9 +143,13 @@ class Catalogue:
             reader.close()
 
     def find(self, name: str) -> SourceFile | None:
-        """The document of this name; looked up in the storage if it is not indexed."""
+        """The document of this name; looked up in the storage if it is not indexed, or if other
+        machines may have changed it, which have indexes of their own.
+        """
         if not name.isprintable():  # none has such a name, and SQLite takes no lone surrogates
             return None
+        if self.place.folder is None:
+            return self.refresh(name) or self.index.source(name)
         return self.index.source(name) or self.refresh(name)
 
     def source(self, name: str) -> SourceFile:
@@ -154,6 +158,13 @@ class Catalogue:
         if found is None:
             raise self.unknown(name)
         return found
+
+    def sources(self, names: Sequence[str]) -> list[SourceFile]:
+        """See `source`, of each of these names; the storage is read once."""
+        if self.place.folder is None:
+            self._refresh([name for name in names if name.isprintable()])
+        known = {source.name: source for source in self.index.sources(names)}
+        return [known.get(name) or self.source(name) for name in names]
 
     def unknown(self, name: str) -> UnknownNameError:
         """The error for an unknown name; it lists at most a few names, the nearest first."""
@@ -173,9 +184,18 @@ class Catalogue:
 
     def refresh(self, name: str) -> SourceFile | None:
         """See `find`; from the storage, because another machine may have changed it."""
-        before = self.index.source(name)
-        path = f"documents/{file_of(name)}"
-        head = self.place.heads([path], HEAD_BYTES)[0]
+        return self._refresh([name])[0]
+
+    def _refresh(self, names: Sequence[str]) -> list[SourceFile | None]:
+        """See `refresh`, of each name; all are read at once."""
+        # Read before the storage: what another thread finds out later is not replaced.
+        known = {source.name: source for source in self.index.sources(names)}
+        heads = self.place.heads([f"documents/{file_of(name)}" for name in names], HEAD_BYTES)
+        found = zip(names, heads, strict=True)
+        return [self._index_head(name, known.get(name), head) for name, head in found]
+
+    def _index_head(self, name: str, before: SourceFile | None, head: bytes) -> SourceFile | None:
+        """Puts the first line of a document's file into the index; None if it is not readable."""
         try:
             source = SourceFile.parse(head)
         except RecordError:
@@ -215,7 +235,9 @@ class Catalogue:
         self.index.forget_records(gone)
 
     def require_room(self, more_bytes: int, limit_bytes: int, keep: Collection[str]) -> None:
-        """StorageFullError unless `evict` can free this many bytes."""
+        """StorageFullError unless `evict` can free this many bytes; a store may always shrink."""
+        if more_bytes <= 0:
+            return
         total = self.index.total_bytes()
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,9 +33,12 @@ class RecordError(RequestError):
         if kind == "source":
             helps = "to repair it, add the right text again"
         else:
+            # Named, because of documents that are not, evicted ones are left alone.
+            called, word = repr(name or "NAME"), shlex.quote(name or "NAME")
             helps = (
-                "to encode it again, add the same text, or run documents.verify(repair=True) or "
-                "`keyhole documents verify --repair`"
+                "to encode it again, add the same text, or run "
+                f"documents.verify([{called}], repair=True) or "
+                f"`keyhole documents verify {word} --repair`"
             )
         super().__init__(f"{document}: {what}; expected {right}; {helps}")
 

@@ -353,22 +353,24 @@ def _release(reader: StorageReader, lease: Held) -> None:
     lease.close()
 
 
-def problems(catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint) -> list[Problem]:
+def problems(
+    catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint, *, named: bool
+) -> list[Problem]:
     """The problems of a document; reads everything that is stored of it for this model.
 
-    An evicted record is not a problem, nor is a document that another process replaces or removes
-    in the meantime.
+    An evicted record is one only if the document is named. A document that another process replaces
+    or removes in the meantime has none.
     """
-    found = list(_faults(catalogue, source, fingerprint))
+    found = list(_faults(catalogue, source, fingerprint, named=named))
     if found:
         with catalogue.locked():
             now = catalogue.refresh(source.name) or catalogue.index.source(source.name)
-            found = list(_faults(catalogue, now, fingerprint)) if now is not None else []
+            found = [*_faults(catalogue, now, fingerprint, named=named)] if now is not None else []
     return [Problem(source.name, fault.what, fault.right, fault.kind) for fault in found]
 
 
 def _faults(
-    catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint
+    catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint, *, named: bool
 ) -> Iterator[RecordError]:
     place = catalogue.place
     try:
@@ -388,7 +390,7 @@ def _faults(
             check_tensors(reader, header)
     except FileNotFoundError:
         fault = absent(catalogue, source.digest, fingerprint)
-        if fault.kind != "missing":
+        if named or fault.kind != "missing":
             yield fault
     except RecordError as error:
         yield error
@@ -520,7 +522,7 @@ class DocumentLookup:
             encoded=True,
             metadata={},
         )
-        return StoredDocument(info, record, reader, _NoLease())
+        return StoredDocument(info, record, reader, _NoLease(), checks=not reader.is_local)
 
     def _absent(self, name: str, digest: str) -> RecordError:
         """The error for a missing record: other models have one, or none has."""

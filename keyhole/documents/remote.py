@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from keyhole.config import require
 from keyhole.documents.integrity import sha256
+from keyhole.documents.source import local_folder
 from keyhole.documents.storage import Entry, LocalStorage, StorageBackend
 from keyhole.errors import ConfigError, UnknownNameError, one_line
 
@@ -47,8 +48,9 @@ def open_storage(place: str | Path) -> StorageBackend:
     text = str(place)
     require(bool(place), "place of documents", place, "a folder or a URL")
     try:
-        if isinstance(place, Path) or ("://" not in text and "::" not in text):
-            return LocalStorage(Path(text).expanduser().absolute())
+        folder = place.expanduser().absolute() if isinstance(place, Path) else local_folder(place)
+        if folder is not None:
+            return LocalStorage(folder)
         system, path = fsspec.core.url_to_fs(text)
         if type(system) is LocalFileSystem:
             return LocalStorage(Path(path))

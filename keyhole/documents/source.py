@@ -34,6 +34,14 @@ def default_place() -> str:
     return str(Path(home) / "keyhole" / "documents")
 
 
+def local_folder(place: str) -> Path | None:
+    """The folder that a place names, as a path or a file URL; None for any other URL."""
+    protocol, mark, path = place.rpartition("://")
+    if mark and protocol not in ("file", "local"):
+        return None
+    return None if "::" in place else Path(path).expanduser().absolute()
+
+
 #: Every first line ends before this byte.
 HEAD_BYTES = 8192
 _MOST_NAME_LENGTH = 200

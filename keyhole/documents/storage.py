@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import threading
 import time
 import uuid
@@ -212,7 +213,7 @@ class LocalReader:
     def __init__(self, path: Path) -> None:
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - until `close`
+        self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 - until `close`
         status = os.fstat(self._file.fileno())
         self.size = status.st_size
         changed = max(status.st_mtime_ns, status.st_ctime_ns)
@@ -306,6 +307,23 @@ def _entry(status: os.stat_result) -> Entry:
     return Entry(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mtime)
 
 
+#: Files that remain for everything else in this process, such as the index.
+_SPARE_FILES = 64
+
+
+def _opened(path: str | Path, flags: int) -> int:
+    """A descriptor of the file. An open document has two, and a question may be over hundreds: when
+    they become too many for this process, it is allowed twice as many, where the system permits it.
+    """
+    descriptor = os.open(path, flags, 0o666)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptor + _SPARE_FILES > soft != resource.RLIM_INFINITY:
+        more = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    return descriptor
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Waits until no other process holds the lock."""
@@ -326,7 +344,7 @@ class Lease:
     def __init__(self, path: Path, *, create: bool) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         while True:
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor = _opened(path, flags)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_SH)
                 if not create or os.fstat(self._descriptor).st_nlink:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import EDQUOT, EFBIG, EMFILE, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ class DocumentStore:
     everything that determines this model's keys and values. limit_bytes: for all texts and the
     records of all models; the least recently used records are evicted, their texts stay; None: no
     limit. check: "open" compares a record's header and statistics with their digests when it is
-    opened; "read" also everything that is read of it later. cache_folder: where the index is stored
+    opened; "read" also everything that is read of it later, as is always done at a URL, where a
+    record may be replaced while it is open. cache_folder: where the index is stored
     if it cannot be in the storage (a URL, or a read-only folder); None: the user's cache folder.
 
     Any operation raises ConfigError if the place or its index cannot be used.
@@ -159,10 +160,10 @@ class DocumentStore:
         """Stores a document; when this returns, it is on disk.
 
         Adding the same name and source again changes only the pin and the metadata, unless the
-        stored files are damaged. overwrite: replace a document of this name, including the records
-        of its old text by all models. pinned: whether it is never evicted; None: as the document
-        of this name before, else not. metadata: JSON that is stored with it; None: that of the
-        same text before, else none.
+        stored files are damaged or the record has blocks of another size. overwrite: replace a
+        document of this name, including the records of its old text by all models. pinned: whether
+        it is never evicted; None: as the document of this name before, else not. metadata: JSON
+        that is stored with it; None: that of the same text before, else none.
 
         Raises ConfigError for an invalid name or source, for a name that has another source, and
         for a record whose shapes disagree; NumericalError for NaN; StorageFullError if it does not
@@ -174,7 +175,8 @@ class DocumentStore:
         validate(record)
         with self._told("written"):
             same = self._writer.same(name, origin, overwrite=overwrite)
-            if same is None or overwrite or not self._writer.is_whole(same):
+            size = record.block_size
+            if same is None or overwrite or not self._writer.is_whole(same, size):
                 return self._writer.add(
                     name,
                     origin,
@@ -188,6 +190,17 @@ class DocumentStore:
         if metadata is not None:
             self.describe(name, metadata)
         return self.info(name)
+
+    def renew(self, name: str, source: str | Sequence[int], record: DocumentRecord) -> None:
+        """Replaces this model's record of a document by one that was made of `source` again.
+
+        No effect if the document has another text by now, or was removed: encoding takes a while,
+        and another process may have done so meanwhile. Raises as `add`.
+        """
+        origin = Source.of(source)
+        validate(record)
+        with self._told("written"):
+            self._writer.renew(name, origin, record)
 
     # Reading.
 
@@ -207,18 +220,22 @@ class DocumentStore:
         The records are checked in threads, and the index counts the hits in one transaction.
         """
         with self._told("read"), ExitStack() as stack:
-            known = {source.name: source for source in self._catalogue.index.sources(names)}
-            sources = [known.get(name) or self._catalogue.source(name) for name in names]
+            sources = self._catalogue.sources(names)
             opened = self._open_in_threads(sources, stack)
             files = {name: one.file for name, one in zip(names, opened, strict=True)}
             infos = self._catalogue.index.opened(files, self.model)
             for name in names:
                 if name not in infos:  # another process has just removed it
                     raise self._catalogue.unknown(name)
-            checks = self.check == "read"
             stack.pop_all()  # from here on, each document closes what it has
             return [
-                StoredDocument(infos[name], one.record, one.reader, one.lease, checks=checks)
+                StoredDocument(
+                    infos[name],
+                    one.record,
+                    one.reader,
+                    one.lease,
+                    checks=self.check == "read" or not one.reader.is_local,
+                )
                 for name, one in zip(names, opened, strict=True)
             ]
 
@@ -312,16 +329,19 @@ class DocumentStore:
         """Reads everything stored of these documents, or of all, and returns the problems.
 
         Every digest of the sources and of this model's records is compared. A document that has
-        only records of other models is reported as "foreign"; an evicted record is not a problem.
+        only records of other models is reported as "foreign". An evicted record is a problem only
+        of a document that is named.
         """
         with self._told("read"):
             found = [] if names is not None else nameless(self._catalogue)
             if names is None:
                 sources = self._catalogue.index.sources()
             else:
-                sources = [self._catalogue.source(name) for name in names]
+                sources = self._catalogue.sources(names)
             for source in sources:
-                found += problems(self._catalogue, source, self.fingerprint)
+                found += problems(
+                    self._catalogue, source, self.fingerprint, named=names is not None
+                )
         return found
 
     # Changing.
@@ -362,6 +382,8 @@ class DocumentStore:
                     "choose "
                     "another place"
                 ) from error
+            if error.errno == EMFILE:
+                where += "; name fewer documents, or allow more open files: `ulimit -n`"
             raise ConfigError(where) from error
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from keyhole.documents.catalogue import Catalogue
 from keyhole.documents.index import DocumentInfo, record_file
@@ -48,9 +50,12 @@ class Writer:
             f"{origin.digest[:12]}); use another name, or overwrite it"
         )
 
-    def is_whole(self, found: SourceFile) -> bool:
-        """Whether the text is intact and there is a record with a valid header."""
-        return self._is_encoded(found.digest) and self._has_text(found)
+    def is_whole(self, found: SourceFile, block_size: int | None = None) -> bool:
+        """Whether the text is intact and there is a record with a valid header.
+
+        block_size: of the record; None: any.
+        """
+        return self._is_encoded(found.digest, block_size) and self._has_text(found)
 
     def _has_text(self, found: SourceFile) -> bool:
         try:
@@ -60,18 +65,18 @@ class Writer:
         except (FileNotFoundError, RecordError):
             return False
 
-    def _is_encoded(self, digest: str) -> bool:
+    def _is_encoded(self, digest: str, block_size: int | None) -> bool:
         try:
             reader = self._catalogue.place.reader(f"records/{self._file(digest)}")
         except FileNotFoundError:
             return False
         try:
-            header_of(reader, digest, self._fingerprint)
+            header = header_of(reader, digest, self._fingerprint)
         except RecordError:
             return False
         finally:
             reader.close()
-        return True
+        return block_size in (None, header.block_size)
 
     def add(
         self,
@@ -95,22 +100,53 @@ class Writer:
             pinned=bool(pinned),
             metadata="{}" if metadata is None else metadata,
         )
+        with self._staged(head, origin, record) as (staged, size):
+            # Checked again, because another process may have been faster.
+            old = self._catalogue.find(name)
+            same = self.same(name, origin, overwrite=overwrite)
+            # Pinned or described, perhaps, while the record was written.
+            if pinned is None and old is not None:
+                head = dataclasses.replace(head, pinned=old.pinned)
+            if metadata is None and same is not None:
+                head = dataclasses.replace(head, metadata=same.metadata)
+            self._commit(head, origin, staged, size, old, keep_source=not overwrite)
+            return self._catalogue.index.infos(self._model, [name])[0]
+
+    def renew(self, name: str, origin: Source, record: DocumentRecord) -> None:
+        """Stores a record that was validated; see `DocumentStore.renew`."""
+        old = self._catalogue.find(name)
+        if old is None or old.digest != origin.digest:
+            return
+        with self._staged(self._counted(old, record), origin, record) as (staged, size):
+            now = self._catalogue.find(name)
+            if now is not None and now.digest == origin.digest:
+                head = self._counted(now, record)
+                self._commit(head, origin, staged, size, now, keep_source=False)
+
+    def _counted(self, source: SourceFile, record: DocumentRecord) -> SourceFile:
+        """With the tokens and blocks of this model's record."""
+        tokens, size = len(record.token_ids), record.block_size
+        return dataclasses.replace(source, model=self._model, tokens=tokens, block_size=size)
+
+    @contextmanager
+    def _staged(
+        self, head: SourceFile, origin: Source, record: DocumentRecord
+    ) -> Iterator[tuple[Staged, int]]:
+        """The record's file, written but not committed, and its bytes; inside, under the lock."""
         pieces = serialise(
             record,
-            name=name,
-            digest=origin.digest,
+            name=head.name,
+            digest=head.digest,
             created=head.created,
             fingerprint=self._fingerprint,
         )
         size = sum(map(len, pieces))
         with self._catalogue.locked():
             self._require_room(head, origin, size)
-        path = f"records/{self._file(origin.digest)}"
-        staged = self._catalogue.place.stage(path, pieces)
+        staged = self._catalogue.place.stage(f"records/{self._file(head.digest)}", pieces)
         try:
             with self._catalogue.locked():
-                self._commit(head, origin, staged, size, overwrite, pinned, metadata)
-                return self._catalogue.index.infos(self._model, [name])[0]
+                yield staged, size
         finally:
             staged.discard()
 
@@ -120,29 +156,18 @@ class Writer:
         origin: Source,
         staged: Staged,
         size: int,
-        overwrite: bool,
-        pinned: bool | None,
-        metadata: str | None,
+        old: SourceFile | None,
+        *,
+        keep_source: bool,
     ) -> None:
-        """Makes what was staged the document. pinned, metadata: None keeps what it has now."""
+        """Makes what was staged the document. old: the one of this name before.
+
+        keep_source: its file is not written again if nothing in it changes.
+        """
         catalogue, file = self._catalogue, self._file(head.digest)
-        # Checked again, because another process may have been faster.
-        old = catalogue.find(head.name)
-        same = self.same(head.name, origin, overwrite=overwrite)
-        # Pinned or described, perhaps, while the record was written.
-        if pinned is None and old is not None:
-            head = dataclasses.replace(head, pinned=old.pinned)
-        if metadata is None and same is not None:
-            head = dataclasses.replace(head, metadata=same.metadata)
         self._require_room(head, origin, size)
         staged.commit()
-        given = (head.pinned, head.metadata)
-        if (
-            same is None
-            or given != (same.pinned, same.metadata)
-            or overwrite
-            or not self._has_text(same)
-        ):
+        if not (keep_source and self._is_described(old, head) and self._has_text(head)):
             self._write_source(head, origin.body)
         catalogue.index.put_records({file: size}, head.tokens, head.block_size)
         catalogue.index.used(file)
@@ -150,6 +175,16 @@ class Writer:
             self._drop(old.digest)
         if self._limit_bytes is not None:
             catalogue.evict(self._limit_bytes, {file})
+
+    def _is_described(self, old: SourceFile | None, head: SourceFile) -> bool:
+        """Whether the first line of a file says what a new one would say.
+
+        Tokens and blocks may be as another model counts them.
+        """
+        if old is not None and old.model != self._model:
+            model, tokens, size = old.model, old.tokens, old.block_size
+            head = dataclasses.replace(head, model=model, tokens=tokens, block_size=size)
+        return old == head
 
     def _require_room(self, head: SourceFile, origin: Source, size: int) -> None:
         if self._limit_bytes is None:

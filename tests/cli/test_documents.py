@@ -13,7 +13,7 @@ import pytest
 
 from keyhole import LLM
 from keyhole.cli.common import flags
-from keyhole.documents.store import DocumentInfo
+from keyhole.documents.store import DocumentInfo, DocumentStore
 from keyhole.engine.documents.library import Documents
 from tests.cli.conftest import Run
 from tests.cli.documented import (
@@ -28,6 +28,7 @@ from tests.cli.documented import (
     records,
     stored,
 )
+from tests.documents.records import MODEL, make_record
 
 __all__ = ["documents", "filled", "llm", "stored"]
 
@@ -194,6 +195,16 @@ def test_a_limit_evicts_documents_except_pinned_ones(documents: Documented, tmp_
     ran = documents("ask", "which?", "--documents", "b", *FEW)
     assert ran.status == 2
     assert "document 'b': it has no record, because it was evicted or removed" in ran.err
+    # What the error says: it named `verify --repair`, which did nothing.
+    assert "`keyhole documents verify b --repair`" in ran.err
+    assert documents("verify").out == "3 documents checked, no problems\n"
+    ran = documents("verify", "b")
+    assert (ran.status, ran.out.splitlines()[-1]) == (
+        1,
+        "1 document checked, 1 problem; --repair encodes them again",
+    )
+    assert documents("verify", "b", "--repair").status == 0
+    assert documents("ask", "which?", "--documents", "b", *FEW).status == 0
 
 
 # What is there.
@@ -267,6 +278,26 @@ def test_only_adding_creates_a_store(action: str, run: Run, tmp_path: Path) -> N
         == f"error: --store {place!r} is not a folder; `keyhole documents add` creates one\n"
     )
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_url_is_a_folder_too(run: Run, tmp_path: Path) -> None:
+    """A URL that was mistyped left an empty store."""
+    ran = run("documents", "remove", "a", "--store", f"file://{tmp_path}/new")
+    assert (ran.status, ran.err.split(";")[0]) == (
+        2,
+        f"error: --store 'file://{tmp_path}/new' is not a folder",
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tilde_in_a_store_is_the_home_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves it in `--store=~/library`: adding expanded it, all other actions did not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    DocumentStore(tmp_path / "library", MODEL).add("a", "text", make_record())
+    assert run("documents", "list", "--store=~/library").out.splitlines()[2].startswith("a ")
+    assert run("documents", "remove", "a", "--store=~/library").out == "removed: a\n"
 
 
 def test_removing_is_all_or_nothing(stored: Documented) -> None:

@@ -280,3 +280,15 @@ def test_a_read_only_place_is_read(
 def test_a_place_must_be_named() -> None:
     with pytest.raises(ConfigError, match="place of documents '' must be a folder or a URL"):
         DocumentStore("", MODEL)
+
+
+def test_a_store_beyond_its_limit_may_shrink(place: str | Path) -> None:
+    """A smaller document in place of a pinned one was refused: "-16000 bytes more do not fit"."""
+    store = DocumentStore(place, MODEL)
+    large = store.add("0", "text 0", make_record(0, n=300), pinned=True).size_bytes
+    small = DocumentStore(place, MODEL, limit_bytes=1000)
+    info = small.add("0", "text 1", make_record(1), overwrite=True)
+    assert info.encoded
+    assert info.size_bytes < large
+    with pytest.raises(CapacityError, match=r"\d+ bytes more do not fit into the limit of 1000"):
+        small.add("0", "text 0", make_record(0, n=300), overwrite=True)

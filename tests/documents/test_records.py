@@ -152,7 +152,7 @@ def test_a_foreign_record_is_named_by_the_field_that_differs(store: DocumentStor
     assert str(raised.value) == (
         "document 'x': its record was made by another model: dtype 'bfloat16', no rope_factor; "
         "expected dtype 'float32', rope_factor 4; to encode it again, add the same text, or run "
-        "documents.verify(repair=True) or `keyhole documents verify --repair`"
+        "documents.verify(['x'], repair=True) or `keyhole documents verify x --repair`"
     )
     [problem] = other.verify()
     assert (problem.name, problem.kind) == ("x", "foreign")

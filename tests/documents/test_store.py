@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -260,3 +263,32 @@ def test_what_another_process_says_of_a_document_meanwhile_is_kept(
     info = one.add("x", "text", make_record(n=64), overwrite=overwrite)
     assert (info.pinned, info.metadata) == (True, {"k": 1})
     assert (one.info("x").pinned, one.info("x").metadata) == (True, {"k": 1})
+
+
+def test_more_documents_than_a_process_may_open_files_are_open_at_once(tmp_path: Path) -> None:
+    """Questions over more than 500 documents failed: most systems allow 1024 files at first."""
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(n=1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/dev/fd"))) + 80
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        opened = [store.open("x") for _ in range(few)]  # each has two files
+        for document in opened:
+            document.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_many_files_for_the_system_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(n=1))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("keyhole.documents.storage._opened", refuse)
+    with pytest.raises(ConfigError, match="Too many open files; name fewer documents, or allow"):
+        store.open("x")

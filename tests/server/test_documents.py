@@ -62,6 +62,18 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         assert "gone" in answer.json()["error"]["message"]
 
 
+def test_a_document_whose_record_was_evicted_says_so(address: str, llm: LLM) -> None:
+    """It said that another model had encoded it."""
+    place = f"{address}/v1/documents/evicted"
+    digest = httpx2.put(place, content=b"an evicted text").json()["digest"]
+    catalogue = llm.documents.store._catalogue
+    catalogue.collect(catalogue.records_of(digest))
+    found = httpx2.get(place).json()
+    assert (found["status"], found["error"]) == ("failed", "its record was evicted; store it again")
+    assert httpx2.put(place, content=b"an evicted text").json()["status"] == "ready"
+    httpx2.delete(place)
+
+
 def test_two_files_in_one_request_are_refused(address: str) -> None:
     """The first one was dropped."""
     files = [("file", (f"file{i}.txt", b"some text")) for i in range(2)]

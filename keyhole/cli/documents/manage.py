@@ -8,12 +8,11 @@ import sys
 import types
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig, bytes_text, parse_bytes
-from keyhole.documents.source import default_place
+from keyhole.documents.source import default_place, local_folder
 from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 from keyhole.policies import make_policy
 
@@ -96,9 +95,10 @@ def is_there(arguments: argparse.Namespace) -> bool:
 
     ConfigError if it names a file.
     """
-    if arguments.store is not None and Path(arguments.store).is_file():
+    folder = None if arguments.store is None else local_folder(arguments.store)
+    if folder is not None and folder.is_file():
         raise ConfigError(f"--store {arguments.store!r} is a file; it must be a folder or a URL")
-    return arguments.store is None or "://" in arguments.store or Path(arguments.store).is_dir()
+    return folder is None or folder.is_dir()
 
 
 def expand(given: Sequence[str], known: Iterable[str]) -> list[str]:
@@ -277,7 +277,7 @@ class List:
     """Lists the stored documents. Without --model, no model is loaded.
 
     With --model, tokens and blocks are as this model counts them, and `encoded` says whether it can
-    answer over a document at once; if not, `keyhole documents verify --repair` encodes it.
+    answer over a document at once; if not, `keyhole documents verify NAME --repair` encodes it.
     """
 
     add_arguments = staticmethod(_add_list_arguments)
@@ -300,7 +300,8 @@ class Verify:
 
     For damaged records and records of another model (revision, dtype, RoPE, tokenizer), the
     differences are named. --repair encodes them again from their texts; only a damaged text cannot
-    be repaired. Exit status 1 if something is wrong and was not repaired.
+    be repaired. A record that was evicted is reported, and encoded again, only if its document is
+    named. Exit status 1 if something is wrong and was not repaired.
     """
 
     add_arguments = staticmethod(_add_verify_arguments)

@@ -27,7 +27,7 @@ from keyhole.engine.documents.encoder import allocate, encode_in_pieces
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
 from keyhole.engine.request import adapter_number
-from keyhole.errors import ConfigError, PromptTooLongError, RequestError
+from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
@@ -109,7 +109,6 @@ class Documents:
         if metadata is not None:
             metadata_text(metadata)  # invalid metadata is refused before the work
         record = self._encode(name, source, block_size, progress)
-        overwrite = overwrite or known is not None  # the same text in other blocks
         return self.store.add(
             name, source, record, overwrite=overwrite, pinned=pinned, metadata=metadata
         )
@@ -139,17 +138,18 @@ class Documents:
     ) -> builtins.list[Problem]:
         """The damaged documents and those of another model, among `names` or all.
 
-        repair: encode these again from their texts, where those are whole. What was repaired is in
-        the list too.
+        Of those that are named, also the ones whose record was evicted. repair: encode these again
+        from their texts, where those are whole. What was repaired is in the list too.
         """
         problems = self.store.verify(names)
         if repair:
             # A document whose text is damaged cannot be encoded again.
             lost = {problem.name for problem in problems if problem.kind == "source"}
             for name in dict.fromkeys(p.name for p in problems if p.name not in lost):
-                source = self.store.source(name)
-                record = self._encode(name, source, self.store.info(name).block_size)
-                self.store.add(name, source, record, overwrite=True)
+                with suppress(UnknownNameError):  # another process has just removed it
+                    source, info = self.store.source(name), self.store.info(name)
+                    record = self._encode(name, source, info.block_size)
+                    self.store.renew(name, source, record)
         return problems
 
     def choose(self, question: str, names: Sequence[str], max_documents: int) -> builtins.list[str]:
@@ -210,7 +210,7 @@ class Documents:
             with suppress(RecordError):  # damaged tensors are dropped
                 record.heads.setdefault(head, document.head_record(head))
         try:
-            self.store.add(name, source, record, overwrite=True)
+            self.store.renew(name, source, record)
         except ConfigError as error:  # for example, a read-only store
             raise ConfigError(
                 f"document {name!r} was stored without keys of this retrieval head, and they "

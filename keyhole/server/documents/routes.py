@@ -40,6 +40,7 @@ _STORED: dict[str, Any] = {
     "responses": {202: {"description": "taken, and encoded later: `wait` was false"}},
 }
 _NOT_ENCODED = "another model encoded it, this one has not; store it again"
+_EVICTED = "its record was evicted; store it again"
 
 
 @router.put("/{name:path}", openapi_extra=_PUT, **_STORED)
@@ -182,7 +183,8 @@ def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, A
         failed = job.result.exception() if status == "failed" and job.result.done() else None
         error = None if failed is None else str(failed)
     elif info is not None and not info.encoded:
-        status, progress, error = "failed", 0.0, _NOT_ENCODED
+        error = _NOT_ENCODED if info.records else _EVICTED
+        status, progress = "failed", 0.0
     if status == "failed" and info is not None and info.encoded:
         status, progress = "ready", 1.0  # the document stored before; `error` tells of the new text
     state = {"status": status, "progress": progress, "error": error}

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from keyhole import LLM, ConfigError, SamplingParams
+from keyhole.documents.record import DocumentRecord
+from keyhole.documents.store import Problem
 from keyhole.engine.sequence import Sequence
 from keyhole.models.positions import RopeShift
 from keyhole.policies import make_policy
@@ -399,3 +401,65 @@ def test_names_with_the_same_text_have_blocks_of_one_size(tmp_path: Path) -> Non
         llm.documents.add("a", text, block_size=8)
     llm.documents.remove("b")
     assert llm.documents.add("a", text, block_size=8).block_size == 8
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("how", ["repair", "other blocks"])
+def test_what_another_process_stores_while_a_document_is_encoded_again_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, gone: bool
+) -> None:
+    """The old text was written over the new one, and came back after it had been removed."""
+    model = make_model("llama", tmp_path)
+    llm, other = (LLM(model, device="cpu", documents=tmp_path / "store") for _ in range(2))
+    old, new = ({"prompt_token_ids": tokens(60, seed)} for seed in (5, 6))
+    llm.documents.add("a", old, block_size=16)
+    encode = llm.documents._encode
+
+    def meanwhile(*arguments: Any) -> DocumentRecord:
+        record = encode(*arguments)
+        if gone:
+            other.documents.remove("a")
+        else:
+            other.documents.add("a", new, block_size=16, overwrite=True, metadata={"edition": 2})
+        return record
+
+    monkeypatch.setattr(llm.documents, "_encode", meanwhile)
+    if how == "repair":
+        (record,) = (tmp_path / "store" / "records").iterdir()
+        record.write_bytes(b"damaged")
+        assert len(llm.documents.verify(repair=True)) == 1
+        assert len(llm.documents.list()) == (not gone)
+    elif gone:
+        assert llm.documents.add("a", old, block_size=8).block_size == 8
+        return
+    else:
+        with pytest.raises(ConfigError, match="document 'a' is stored with another text"):
+            llm.documents.add("a", old, block_size=8)
+    if not gone:
+        info = llm.documents.get("a")
+        assert (info.metadata, info.block_size) == ({"edition": 2}, 16)
+        assert llm.documents.store.source("a") == new["prompt_token_ids"]
+    assert llm.documents.verify() == []
+
+
+def test_a_document_that_is_removed_during_a_repair_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documents after it were not repaired."""
+    model = make_model("llama", tmp_path)
+    llm, other = (LLM(model, device="cpu", documents=tmp_path / "store") for _ in range(2))
+    for seed, name in enumerate("abc"):
+        llm.documents.add(name, {"prompt_token_ids": tokens(20, seed)})
+    for record in (tmp_path / "store" / "records").iterdir():
+        record.write_bytes(b"damaged")
+    verify = llm.documents.store.verify
+
+    def meanwhile(names: Any) -> list[Problem]:
+        problems = verify(names)
+        other.documents.remove("a")
+        return problems
+
+    monkeypatch.setattr(llm.documents.store, "verify", meanwhile)
+    assert [problem.name for problem in llm.documents.verify(repair=True)] == ["a", "b", "c"]
+    monkeypatch.undo()
+    assert llm.documents.verify() == []

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from keyhole import LLM, SpeContext
+from keyhole.documents.record import DocumentRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.prompt import assemble
 from keyhole.errors import ConfigError
@@ -331,11 +332,37 @@ def test_a_place_that_is_only_read_is_told(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("the place cannot be written: Read-only file system")
 
-    monkeypatch.setattr(llm.documents.store, "add", refuse)
+    monkeypatch.setattr(llm.documents.store, "renew", refuse)
     with pytest.raises(ConfigError, match=r"retrieval head.*Read-only.*another policy"):
         ask(llm, NAMES, QUESTION, *case)
     assert heads_of(llm) == [frozenset()] * 4
     llm.engine.check_integrity()
+
+
+def test_a_text_that_is_replaced_while_head_keys_are_made_is_the_one_that_is_read(
+    models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question wrote the old text over the new one."""
+    model = models["tokens+features"]
+    other, llm = opened(model, "full", tmp_path), opened(model, SMALL, tmp_path)
+    new = tokens(70, 9)
+    other.documents.add("a", {"prompt_token_ids": TEXTS["a"]})
+    encode, times = llm.documents._encode, 0
+
+    def meanwhile(*arguments: Any) -> DocumentRecord:
+        nonlocal times
+        times += 1
+        record = encode(*arguments)
+        if times == 1:
+            other.documents.add("a", {"prompt_token_ids": new}, overwrite=True)
+        return record
+
+    monkeypatch.setattr(llm.documents, "_encode", meanwhile)
+    with llm.documents.open("a", with_head=True) as document:
+        assert document.token_ids.tolist() == new
+        assert document.heads
+    assert times == 2
+    assert llm.documents.store.source("a") == new
 
 
 def test_a_head_of_tokens_alone_stores_nothing(
