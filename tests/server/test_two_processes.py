@@ -149,6 +149,8 @@ def test_who_leaves_frees_its_request(llm: LLM) -> None:
             async with aclosing(served.stream("abc", LONG)) as pieces:
                 async for _ in pieces:
                     break
+            while llm.engine.has_work:
+                await asyncio.sleep(0.001)
             task = asyncio.ensure_future(served.generate("abc", LONG))
             while not llm.engine.scheduler.running:
                 await asyncio.sleep(0.001)
