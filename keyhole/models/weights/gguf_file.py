@@ -54,6 +54,13 @@ _EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+#: The same of families whose other fields transformers reads.
+_SIZES = {
+    "gpt2": {"context_length": "n_positions"},
+    "qwen3": {"attention.key_length": "head_dim"},
+}
+#: Layers of Gemma's models of 27 billion weights, whose queries have another scale.
+_DEPTHS = {"gemma2": 46, "gemma3_text": 62}
 #: Tokens besides the end of the text that end an answer, as in llama.cpp: of a turn, of a message.
 _END_TOKENS = ("eot_token_id", "eom_token_id")
 #: The parameters of a kept weight.
@@ -76,19 +83,27 @@ def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
 
 
 def complete(config: Any, path: Path) -> None:
-    """Sets what transformers does not read of a file, in place: experts' sizes, RoPE, end tokens.
+    """Sets what transformers does not read of a file, in place: sizes, RoPE, end tokens.
 
-    It takes the family's defaults, those of one model, and could not load another.
+    It takes the family's defaults, those of one model: another would not load, or answer wrongly.
     """
     reader = open_file(path)
-    gguf_rope.scale(config, reader, _architecture(reader), str(path))
-    _add_end_tokens(config, reader)
-    if not hasattr(config, "moe_intermediate_size"):
-        return
-    for field, name in _EXPERT_SIZES.items():
+    sizes = _EXPERT_SIZES if hasattr(config, "moe_intermediate_size") else {}
+    for field, name in (sizes | _SIZES.get(config.model_type, {})).items():
         found = read_field(reader, f"{_architecture(reader)}.{field}")
         if found:
             setattr(config, name, int(found[0]))
+    gguf_rope.complete(config, reader, _architecture(reader), str(path))
+    _scale_attention(config)
+    _add_end_tokens(config, reader)
+
+
+def _scale_attention(config: Any) -> None:
+    """Sets the scale of Gemma's attention, which no field has: llama.cpp knows it by the depth."""
+    if config.model_type in _DEPTHS:
+        is_27b = config.num_hidden_layers == _DEPTHS[config.model_type]
+        of_27b = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = of_27b if is_27b else config.head_dim
 
 
 def _add_end_tokens(config: Any, reader: Any) -> None:
