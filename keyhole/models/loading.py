@@ -189,6 +189,8 @@ def _load_network(
     try:
         with _without_report() if is_part or keeps else nullcontext():
             loaded: Any
+            if found.gguf is not None:
+                gguf_file.require_places(found.config, config)
             if keeps:
                 loaded = gguf_file.load_blocks(found.config, config, number, _FIRST)
             else:
@@ -205,6 +207,8 @@ def _load_network(
                     **names,
                 )
         network, report = loaded
+    except ModelError:
+        raise
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
         line = damage(found.config.parent) or one_line(error)

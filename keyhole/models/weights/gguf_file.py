@@ -154,6 +154,24 @@ def open_file(path: Path) -> Any:
     return reader
 
 
+def require_places(path: Path, config: Any) -> None:
+    """ModelError for a tensor of a file that the model has no place for, such as a bias.
+
+    transformers would leave it out, and the model would give other answers.
+    """
+    with torch.device("meta"):
+        file = _File.open(path, AutoModelForCausalLM.from_config(config))
+    for tensor in file.reader.tensors:
+        name = str(tensor.name)
+        is_known = name in file.names or name.removesuffix(_WEIGHT) in file.names
+        if not is_known and not name.startswith(gguf_rope.TENSORS):
+            raise ModelError(
+                f"the file {str(path)!r} has a tensor {name!r}, for which transformers' "
+                f"{config.model_type} has no place when it reads a GGUF file; give the model's "
+                "folder or hub id instead"
+            )
+
+
 def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[Any, dict[str, Any]]:
     """Transformers' model of a GGUF file with its blocks kept, and the report of loading.
 

@@ -27,6 +27,8 @@ _LLAMA3 = {
 }
 _DIVISORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
+#: How the names of tensors begin that are read here.
+TENSORS = ("rope_freqs.", "rope_factors_")
 #: Fields of YaRN beside factor and original length, as llama.cpp and transformers call them.
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 

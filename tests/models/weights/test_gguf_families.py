@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    LlamaConfig,
     NemotronConfig,
     Qwen2Config,
     Qwen3Config,
@@ -23,7 +24,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from keyhole import LLM
+from keyhole import LLM, ModelError
 from keyhole.models.loading import load, read_config
 from keyhole.models.locate import locate
 from keyhole.models.weights import gguf_file
@@ -187,3 +188,12 @@ def test_blocks_of_bloom_are_read(tmp_path: Path) -> None:
     for engine in engines:
         run(engine)
     assert_exact(found, [torch.stack(list(one.logits)) for one in wanted], 1e-4)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path, blocks: bool) -> None:
+    """Llama's biases of attention were left out, without a word."""
+    network = make_network(LlamaConfig(**_HEADS, attention_bias=True))
+    write(network, tmp_path / "small.gguf", blocks=blocks)
+    with pytest.raises(ModelError, match=r"has a tensor 'blk\.0\.attn_.*\.bias', for which"):
+        load(tmp_path / "small.gguf", "cpu")
