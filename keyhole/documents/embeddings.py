@@ -36,6 +36,8 @@ _BATCH = 16
 #: Tokens that a passage shares with the one before it, so that no sentence is cut in both.
 _OVERLAP = 32
 _SNIPPET = 200
+#: Every tokenizer has at least one of them; transformers makes an empty one without.
+_WORDS = ("tokenizer.json", "vocab*", "*.model")
 #: Positions that BERT-like models leave unused before a text, and space for special tokens around
 #: it and for a word that is cut, whose parts may be more tokens.
 _UNUSED, _ROOM = 2, 4
@@ -70,25 +72,41 @@ class SentenceEncoder:
         modules = _json(place / "modules.json") or []
         _check_modules(place, modules)
         place = place / next((one.get("path", "") for one in modules), "")
+        if not any(any(place.glob(pattern)) for pattern in _WORDS):
+            raise ConfigError(f"embeddings {str(folder)!r} has no tokenizer: download its files")
         named: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             config = AutoConfig.from_pretrained(place, **named)
             require(not config.is_encoder_decoder, "embeddings", str(folder), "an encoder alone")
             self._tokenizer = AutoTokenizer.from_pretrained(place, **named)
-            self._model = AutoModel.from_pretrained(
-                place, config=config, use_safetensors=True, dtype=torch.float32, **named
-            ).eval()
-        except (OSError, ValueError) as error:
+            loaded: Any = AutoModel.from_pretrained(
+                place,
+                config=config,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with their names
+                **named,
+            )
+            self._model, report = loaded[0].eval(), loaded[1]
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers, safetensors, tokenizers, the file system
             raise ConfigError(
                 f"embeddings {str(folder)!r} cannot be loaded: {first_line(error)}"
             ) from error
+        _check_weights(folder, self._model, report)
         if not self._tokenizer.is_fast:
             raise ConfigError(f"embeddings {str(folder)!r} needs a fast tokenizer")
         prompts = (_json(place / "config_sentence_transformers.json") or {}).get("prompts") or {}
         self._query = str(prompts.get("query") or "")
         self._passage = str(prompts.get("document") or prompts.get("passage") or "")
-        most = getattr(config, "max_position_embeddings", None) or 512
-        most = (_json(place / "sentence_bert_config.json") or {}).get("max_seq_length") or most
+        settings = _json(place / "sentence_bert_config.json") or {}
+        self._lower = bool(settings.get("do_lower_case"))
+        stated = settings.get("max_seq_length")
+        positions = getattr(config, "max_position_embeddings", None)
+        require(not stated or is_count(stated), "max_seq_length", stated, "a whole number >= 1")
+        most = min([length for length in (stated, positions) if length], default=512)
         prefix = max(len(self._tokenizer.tokenize(text)) for text in (self._query, self._passage))
         self._limit = min(most, self._tokenizer.model_max_length) - _UNUSED
         self._most = self._limit - _ROOM - prefix
@@ -120,6 +138,8 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> np.ndarray:
+        if self._lower:
+            texts = [text.lower() for text in texts]
         given = self._tokenizer(
             texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
         )
@@ -245,6 +265,30 @@ def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:
                     f"embeddings {str(folder)!r} pools by {', '.join(others)}; only the mean is "
                     "known"
                 )
+            if settings.get("include_prompt") is False:
+                raise ConfigError(
+                    f"embeddings {str(folder)!r} leaves prompts out of the mean (include_prompt), "
+                    "which is unknown here"
+                )
+
+
+def _check_weights(folder: str | Path, model: Any, report: dict[str, Any]) -> None:
+    """ConfigError for weights that the files lack, which would be drawn at random, or that are NaN.
+
+    report: of transformers. Weights of a pooler are not used.
+    """
+    lacking = [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])]
+    absent = sorted(name for name in lacking if "pooler" not in name)
+    if absent:
+        raise ConfigError(
+            f"embeddings {str(folder)!r} is damaged: {len(absent)} weights are missing or of "
+            f"another shape, the first is {absent[0]}"
+        )
+    for name, weight in model.named_parameters():
+        if "pooler" not in name and not weight.isfinite().all():
+            raise ConfigError(
+                f"embeddings {str(folder)!r} is damaged: {name} has numbers that are not finite"
+            )
 
 
 def _digest(folder: Path) -> str:

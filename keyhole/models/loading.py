@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, extract_commit_hash
 
-from keyhole.config import SamplingParams
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -51,7 +49,13 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import (
+    CALIBRATION_FILE,
+    GATE_FOLDER,
+    HEAD_FOLDER,
+    Model,
+    require_defaults,
+)
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -140,7 +144,8 @@ def load_files(
     families.check(config, shown)
     require_attention(config, device_map, shown)
     require_known(config, shown)
-    _require_defaults(found)
+    if found.gguf is None:
+        require_defaults(found.config.parent)
     _require_dtype(config.dtype if number == "auto" else number, shown)
     if found.gguf is None:
         require_suitable(config, weights, shown)
@@ -189,6 +194,8 @@ def _load_network(
     try:
         with _without_report() if is_part or keeps else nullcontext():
             loaded: Any
+            if found.gguf is not None:
+                gguf_file.require_places(found.config, config)
             if keeps:
                 loaded = gguf_file.load_blocks(found.config, config, number, _FIRST)
             else:
@@ -205,6 +212,8 @@ def _load_network(
                     **names,
                 )
         network, report = loaded
+    except ModelError:
+        raise
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
         line = damage(found.config.parent) or one_line(error)
@@ -461,20 +470,6 @@ def _eos(network: Any, config: Any) -> frozenset[int]:
     found = getattr(config, "eos_token_id", None) if found is None else found
     found = [] if found is None else found
     return frozenset([found] if isinstance(found, int) else found)
-
-
-def _require_defaults(found: ModelFiles) -> None:
-    """ModelError for a damaged file of sampling defaults and end tokens: it would be ignored."""
-    path = found.config.parent / "generation_config.json"
-    if found.gguf is not None or not path.is_file():
-        return
-    try:
-        SamplingParams().resolve(json.loads(path.read_text()))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{str(path)!r} is damaged: {one_line(error)}; mend it, or remove it to do without its "
-            "defaults"
-        ) from error
 
 
 def _require_dtype(dtype: torch.dtype | None, name: str) -> None:

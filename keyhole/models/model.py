@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.cache.layout import Geometry
-from keyhole.errors import ConfigError, ModelError
+from keyhole.config import SamplingParams
+from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
 from keyhole.models.attention import PassThrough
 from keyhole.models.batch import Batch, LastLayer
@@ -129,6 +131,25 @@ class Model:
         batch.gather()
         logits: Tensor = out.logits[0]
         return logits
+
+
+def require_defaults(folder: Path) -> None:
+    """ModelError for a damaged file of sampling defaults and end tokens: it would be ignored."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        stored = json.loads(path.read_text())
+        SamplingParams().resolve(stored)
+        ends = stored.get("eos_token_id")
+        each = ends if isinstance(ends, list) else [ends]
+        if not all(end is None or type(end) is int for end in each):
+            raise ValueError(f"eos_token_id {ends!r} must be a token's number, or a list of them")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{str(path)!r} is damaged: {one_line(error)}; mend it, or remove it to do without its "
+            "defaults"
+        ) from error
 
 
 def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -183,12 +184,70 @@ def test_a_folder_of_sentence_transformers_is_read(tmp_path: Path) -> None:
         SentenceEncoder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "why"),
+    [
+        ("encoder.layer.1.output.dense.weight", None, "1 weights are missing or of another shape"),
+        ("encoder.layer.1.output.dense.weight", torch.ones(2, 2), "missing or of another shape"),
+        ("encoder.layer.1.output.dense.bias", torch.full((32,), torch.nan), "bias has numbers"),
+        ("pooler.dense.weight", None, None),
+    ],
+)
+def test_weights_that_are_missing_are_not_drawn(
+    tmp_path: Path, name: str, number: torch.Tensor | None, why: str | None
+) -> None:
+    """Vectors were other ones at every start, or none."""
+    file = make_encoder(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights | ({} if number is None else {name: number}), file, {"format": "pt"})
+    if why is None:
+        assert SentenceEncoder(tmp_path).vectors(["lamp"]).all()
+        return
+    with pytest.raises(ConfigError, match=f"is damaged: .*{why}"):
+        SentenceEncoder(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_file_is_no_traceback(tmp_path: Path, file: str) -> None:
+    (make_encoder(tmp_path) / file).write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        SentenceEncoder(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """transformers made an empty one, and all texts had the same vector."""
+    for file in make_encoder(tmp_path).glob("*token*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        SentenceEncoder(tmp_path)
+
+
+def test_settings_of_a_folder_are_followed_or_refused(tmp_path: Path) -> None:
+    """Letters stayed large, and a length beyond the model's ended in a traceback."""
+    settings = make_encoder(tmp_path) / "sentence_bert_config.json"
+    settings.write_text('{"max_seq_length": 999, "do_lower_case": true}')
+    encoder = SentenceEncoder(tmp_path)
+    assert (encoder.vectors(["GREEN Lamp"]) == encoder.vectors(["green lamp"])).all()
+    assert len(encoder.passages("lamp " * 300)) > 1
+    settings.write_text('{"max_seq_length": "60"}')
+    with pytest.raises(ConfigError, match="max_seq_length '60' must be a whole number"):
+        SentenceEncoder(tmp_path)
+    settings.unlink()
+    module = {"type": "sentence_transformers.models.Pooling", "path": ""}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"include_prompt": False}))
+    with pytest.raises(ConfigError, match="leaves prompts out of the mean"):
+        SentenceEncoder(tmp_path)
+
+
 def test_what_is_no_encoder_is_refused(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="'some/hub-name' must be a folder"):
         SentenceEncoder("some/hub-name")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="has no tokenizer: download its files"):
         SentenceEncoder(tmp_path)
     make_encoder(tmp_path)
     (tmp_path / "model.safetensors").unlink()

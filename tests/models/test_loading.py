@@ -242,6 +242,8 @@ def test_weights_of_a_dtype_that_no_config_states_are_named(checkpoint: Path) ->
         ("{", "JSONDecodeError"),
         ("[]", "AttributeError"),
         ('{"do_sample": true, "temperature": -1.0}', "temperature -1.0 must be at least 0"),
+        ('{"eos_token_id": "2"}', "eos_token_id '2' must be a token's number"),
+        ('{"eos_token_id": [2, "9"]}', "or a list of them"),
     ],
 )
 def test_damaged_defaults_are_named(checkpoint: Path, text: str, reason: str) -> None:

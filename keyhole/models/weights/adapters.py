@@ -54,6 +54,7 @@ def require_applied(found: ModelFiles) -> None:
 def merged(network: Any, adapter: Path, base: str) -> Any:
     """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
     adapted = _adapted(network, adapter, base)
+    _unshare(adapted)
     try:
         return adapted.merge_and_unload()
     except (RuntimeError, ValueError) as error:
@@ -61,6 +62,17 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
             f"the adapter {str(adapter)!r} cannot be merged into the weights: {one_line(error)}; "
             "merge it with the program that made it, and give the folder of the result"
         ) from error
+
+
+def _unshare(adapted: Any) -> None:
+    """Gives repeated layers a weight each: peft adds to it in place, once for each of them."""
+    seen: set[int] = set()
+    for module in adapted.modules():
+        base = module.get_base_layer() if hasattr(module, "lora_A") else None
+        if base is not None and id(base.weight) in seen:
+            base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        elif base is not None:
+            seen.add(id(base.weight))
 
 
 def _untie(network: Any) -> bool:
@@ -184,6 +196,9 @@ def _require_plain(config: Any, folder: Path) -> None:
         "target_parameters": "single parameters",
         "lora_bias": "biases",
         "alora_invocation_tokens": "a beginning in the text (aLoRA)",
+        "use_bdlora": "blocks of matrices (BD-LoRA)",
+        "kasa_config": "singular values (KaSA)",
+        "layer_replication": "repeated layers",
     }
     for name, what in more.items():
         if getattr(config, name, None):
@@ -215,7 +230,7 @@ def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
         raise _unsuitable(folder, f"it adapts {name}, which is of class {kind.__name__}")
     if "expert" in name or name.endswith("kv_b_proj"):
         raise _unsuitable(folder, f"it adapts {name}, which does not run once for every token")
-    if layer.get_base_layer() is network.get_output_embeddings() or name.endswith("lm_head"):
+    if layer is network.get_output_embeddings() or "lm_head" in name.split("."):
         raise _unsuitable(folder, f"it adapts {name}, which runs for single tokens only")
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,13 @@ _EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+#: The same of families whose other fields transformers reads.
+_SIZES = {
+    "gpt2": {"context_length": "n_positions"},
+    "qwen3": {"attention.key_length": "head_dim"},
+}
+#: Layers of Gemma's models of 27 billion weights, whose queries have another scale.
+_DEPTHS = {"gemma2": 46, "gemma3_text": 62}
 #: Tokens besides the end of the text that end an answer, as in llama.cpp: of a turn, of a message.
 _END_TOKENS = ("eot_token_id", "eom_token_id")
 #: The parameters of a kept weight.
@@ -76,19 +84,27 @@ def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
 
 
 def complete(config: Any, path: Path) -> None:
-    """Sets what transformers does not read of a file, in place: experts' sizes, RoPE, end tokens.
+    """Sets what transformers does not read of a file, in place: sizes, RoPE, end tokens.
 
-    It takes the family's defaults, those of one model, and could not load another.
+    It takes the family's defaults, those of one model: another would not load, or answer wrongly.
     """
     reader = open_file(path)
-    gguf_rope.scale(config, reader, _architecture(reader), str(path))
-    _add_end_tokens(config, reader)
-    if not hasattr(config, "moe_intermediate_size"):
-        return
-    for field, name in _EXPERT_SIZES.items():
+    sizes = _EXPERT_SIZES if hasattr(config, "moe_intermediate_size") else {}
+    for field, name in (sizes | _SIZES.get(config.model_type, {})).items():
         found = read_field(reader, f"{_architecture(reader)}.{field}")
         if found:
             setattr(config, name, int(found[0]))
+    gguf_rope.complete(config, reader, _architecture(reader), str(path))
+    _scale_attention(config)
+    _add_end_tokens(config, reader)
+
+
+def _scale_attention(config: Any) -> None:
+    """Sets the scale of Gemma's attention, which no field has: llama.cpp knows it by the depth."""
+    if config.model_type in _DEPTHS:
+        is_27b = config.num_hidden_layers == _DEPTHS[config.model_type]
+        of_27b = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = of_27b if is_27b else config.head_dim
 
 
 def _add_end_tokens(config: Any, reader: Any) -> None:
@@ -137,6 +153,24 @@ def open_file(path: Path) -> Any:
             f"the file {str(path)!r} cannot be read: {one_line(error)}; {DAMAGED}"
         ) from error
     return reader
+
+
+def require_places(path: Path, config: Any) -> None:
+    """ModelError for a tensor of a file that the model has no place for, such as a bias.
+
+    transformers would leave it out, and the model would give other answers.
+    """
+    with torch.device("meta"):
+        file = _File.open(path, AutoModelForCausalLM.from_config(config))
+    for tensor in file.reader.tensors:
+        name = str(tensor.name)
+        is_known = name in file.names or name.removesuffix(_WEIGHT) in file.names
+        if not is_known and not name.startswith(gguf_rope.TENSORS):
+            raise ModelError(
+                f"the file {str(path)!r} has a tensor {name!r}, for which transformers' "
+                f"{config.model_type} has no place when it reads a GGUF file; give the model's "
+                "folder or hub id instead"
+            )
 
 
 def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[Any, dict[str, Any]]:
@@ -208,7 +242,7 @@ class _File(NamedTuple):
         config = load_gguf_checkpoint(str(path))["config"]
         kind = TENSOR_PROCESSORS.get(_architecture(reader), TensorProcessor)
         processor = kind(config=config)
-        names = get_gguf_hf_weights_map(plain, processor)
+        names = _names(plain, processor)
         stacks = _stacks(plain, reader, names)
         return cls(reader, processor, names, dict(_tables(plain)), stacks)
 
@@ -243,11 +277,31 @@ class _File(NamedTuple):
         Found by a table of numbers in place of the weights.
         """
         numbers = np.arange(2 * count).reshape(count, 2)
-        found = self.process(name, numbers.copy(), {})
+        try:
+            found = self.process(name, numbers.copy(), {})
+        except ValueError:  # Bloom's needs whole rows
+            return None
         if found.name != name or np.shape(found.weights) != numbers.shape:
             return None
         rows: np.ndarray[Any, Any] = found.weights[:, 0] // 2
         return rows if np.array_equal(found.weights, numbers[rows]) else None
+
+
+def _names(plain: Any, processor: Any) -> dict[str, str]:
+    """The model's name of each tensor.
+
+    Of the modules inside, only the one below the head is asked, as Bloom's files have its names:
+    transformers asks all, and makes a table of every layer for each, for 46 layers in 40 seconds.
+    """
+
+    def asked(module: Any, *inside: tuple[str, Any]) -> Any:
+        return SimpleNamespace(
+            config=plain.config, state_dict=module.state_dict, named_children=lambda: inside
+        )
+
+    base = plain.base_model_prefix, asked(plain.base_model)
+    found: dict[str, str] = get_gguf_hf_weights_map(asked(plain, base), processor)
+    return found
 
 
 def kept_size(found: ModelFiles, plain: Any) -> KeptSize:

@@ -1,8 +1,9 @@
-"""How RoPE is scaled in a GGUF file, which transformers reads for gpt-oss only.
+"""RoPE in a GGUF file: its scaling, which transformers reads for gpt-oss only, base and width.
 
 llama.cpp has Llama 3's scaling as a tensor of divisors, `rope_freqs.weight`, one per pair of
-numbers of a head, and linear and YaRN scaling as fields. Without it a model loads without an error
-and gives other answers.
+numbers of a head, and linear and YaRN scaling as fields. transformers reads the base of some
+families, and of none the share of a head that is rotated. Without them a model loads without an
+error and gives other answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import read_field
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from keyhole.errors import ModelError
+from keyhole.models import checkpoint
 
 #: Of Llama 3.1, 3.2 and 3.3, whose scaling llama.cpp stores as a tensor.
 _LLAMA3 = {
@@ -25,28 +27,52 @@ _LLAMA3 = {
 }
 _DIVISORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
+#: How the names of tensors begin that are read here.
+TENSORS = ("rope_freqs.", "rope_factors_")
 #: Fields of YaRN beside factor and original length, as llama.cpp and transformers call them.
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
-def scale(config: Any, reader: Any, architecture: str, name: str) -> None:
-    """Sets the scaling of a file's RoPE in its config, in place.
+def complete(config: Any, reader: Any, architecture: str, name: str) -> None:
+    """Sets base, width and scaling of a file's RoPE in its config, in place.
 
     ModelError for scaling that transformers does not compute.
     """
-    rope = getattr(config, "rope_parameters", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    # Where kinds of layers differ (Gemma 3), llama.cpp's fields are those of full attention.
+    own = ropes.get("full_attention")
+    rope = ropes if own is None else own
     if not rope or rope.get("rope_type", "default") != "default":
         return
+    found = _scaled(
+        config, _unscaled(config, rope, reader, architecture), reader, architecture, name
+    )
+    config.rope_parameters = found if own is None else ropes | {"full_attention": found}
+
+
+def _unscaled(config: Any, rope: dict[str, Any], reader: Any, architecture: str) -> dict[str, Any]:
+    """The parameters with the base of the file, and the share of a head that is rotated."""
+    base = _field(reader, f"{architecture}.rope.freq_base")
+    width = _field(reader, f"{architecture}.rope.dimension_count")
+    found = rope | ({"rope_theta": float(base)} if base else {})
+    if width and "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = int(width) / checkpoint.head_dim(config)
+    return found
+
+
+def _scaled(
+    config: Any, rope: dict[str, Any], reader: Any, architecture: str, name: str
+) -> dict[str, Any]:
+    """The parameters with the scaling of the file."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if _LONG in tensors:
         raise _unknown(name, f"the tensor {_LONG!r} (LongRoPE)")
     if _DIVISORS in tensors:
-        config.rope_parameters = _llama3(config, np.array(tensors[_DIVISORS].data), name)
-        return
+        return _llama3(config, rope, np.array(tensors[_DIVISORS].data), name)
     prefix = f"{architecture}.rope.scaling"
     kind, factor = _field(reader, f"{prefix}.type"), _field(reader, f"{prefix}.factor")
     if kind in (None, "none") or not factor:
-        return
+        return rope
     if kind not in ("linear", "yarn"):
         raise _unknown(name, f"rope.scaling.type {kind!r}")
     scaled = rope | {"rope_type": kind, "factor": float(factor)}
@@ -59,12 +85,11 @@ def scale(config: Any, reader: Any, architecture: str, name: str) -> None:
             found = _field(reader, f"{prefix}.{theirs}")
             if found is not None:
                 scaled[ours] = float(found)
-    config.rope_parameters = scaled
+    return scaled
 
 
-def _llama3(config: Any, divisors: np.ndarray, name: str) -> dict[str, Any]:
+def _llama3(config: Any, plain: dict[str, Any], divisors: np.ndarray, name: str) -> dict[str, Any]:
     """Llama 3's parameters that have these divisors of the frequencies."""
-    plain = config.rope_parameters
     factor = float(divisors.max())
     scaled: dict[str, Any] = plain | _LLAMA3 | {"rope_type": "llama3", "factor": factor}
     trial = copy.deepcopy(config)

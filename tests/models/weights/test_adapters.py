@@ -261,6 +261,21 @@ def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_
     assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
+def test_repeated_layers_are_merged_apart(folders: dict[str, Path], tmp_path: Path) -> None:
+    """They share the weights of the base, to which what is trained of each was added."""
+    repeated = lora("q_proj", layer_replication=[[0, 3], [1, 4]], init_lora_weights=False)
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    adapted = peft.get_peft_model(network, repeated).eval()
+    adapted.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        wanted = adapted(torch.tensor([PROMPT])).logits[0, -1]
+    llm = LLM(tmp_path / "a", device="cpu")
+    request = llm.engine.add(PROMPT, PARAMS, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
 def test_an_adapter_that_peft_cannot_merge_is_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    Lfm2Config,
+    ModernBertDecoderConfig,
+    PreTrainedConfig,
+)
 
 import keyhole
 from keyhole import LLM, SamplingParams
@@ -26,6 +32,7 @@ KINDS = {
     "wide": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "narrow": {"r": 2, "target_modules": ["q_proj", "o_proj"], "use_rslora": True},
 }
+BLOCKS = peft.BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)
 PROMPTS = [list(range(3, 60)), list(range(8, 31)), list(range(3, 60)), list(range(20, 100))]
 
 
@@ -245,6 +252,9 @@ def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "whole modules"),
         ({"target_modules": ["q_proj"], "lora_bias": True}, r"biases \(lora_bias\)"),
         ({"target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4]}, "aLoRA"),
+        ({"target_modules": ["q_proj"], "kasa_config": peft.KasaConfig()}, r"\(KaSA\)"),
+        ({"target_modules": ["q_proj"], "use_bdlora": BLOCKS}, r"\(BD-LoRA\)"),
+        ({"target_modules": ["q_proj"], "layer_replication": [[0, 3], [1, 4]]}, "repeated layers"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "base weights are changed"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "base weights are changed"),
     ],
@@ -258,6 +268,24 @@ def test_more_than_low_rank_products_are_refused(
     with pytest.raises(ModelError, match=why) as caught:
         LLM(folders["base"], device="cpu", adapters={"more": tmp_path})
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "head"), [(BioGptConfig, "output_projection"), (ModernBertDecoderConfig, "dense")]
+)
+def test_heads_of_other_names_are_refused(
+    tmp_path: Path, cls: type[PreTrainedConfig], head: str
+) -> None:
+    """They were taken, and the first long prompt ended in a traceback."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
+    config = cls(vocab_size=99, num_hidden_layers=2, **sizes, **special, sep_token_id=2)
+    network = AutoModelForCausalLM.from_config(config)
+    adapter = peft.LoraConfig(r=2, target_modules=[head], task_type="CAUSAL_LM")
+    peft.get_peft_model(network, adapter).save_pretrained(tmp_path)
+    own = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=rf"adapts \S*{head}, which runs for single tokens only"):
+        read_adapters(own, {"head": tmp_path}, "base")
 
 
 def test_a_refused_adapter_leaves_a_loaded_network_as_it_was(
