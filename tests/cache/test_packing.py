@@ -166,3 +166,28 @@ def test_a_page_of_another_sequence_takes_the_place_of_an_own_one() -> None:
     assert pages.in_use == 3
     second.release()
     assert pages.in_use == 0
+
+
+def test_pages_of_equal_tokens_are_shared_and_only_the_last_is_copied() -> None:
+    """Of its page, nothing is seen that the other sequence has behind the shared tokens."""
+    pages = cache(9)
+    first, second = PageList(pages, 12), PageList(pages, 12)
+    assert first.need(np.arange(12))
+    tokens = np.arange(12)
+    where = first.slots(tokens)
+    pages.keys[0][where // 4, 0, where % 4, 0] = torch.arange(1.0, 13)
+    pages.values[0][where // 4, 0, where % 4, 0] = -torch.arange(1.0, 13)
+    assert second.adopt(first.table().tolist()[:2], 6)
+    assert second.table()[0] == first.table()[0]
+    assert second.table()[1] != first.table()[1]
+    assert pages.in_use == 4
+    found = second.slots(tokens[:8])
+    for stored, sign in ((pages.keys[0], 1), (pages.values[0], -1)):
+        assert stored[found // 4, 0, found % 4, 0].tolist() == [
+            *(sign * token for token in range(1, 7)),
+            *(0, 0),
+        ]
+        assert stored[where // 4, 0, where % 4, 0].tolist() == [
+            sign * token for token in range(1, 13)
+        ]
+    pages.check_integrity([first.present().tolist(), second.present().tolist()])

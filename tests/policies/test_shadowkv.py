@@ -247,7 +247,7 @@ def test_keys_of_full_rank_are_the_keys(kind: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-def test_a_sequence_within_the_budget_is_exact_beside_a_longer_one(
+def test_a_sequence_within_the_budget_is_exact_beside_longer_ones(
     kv_dtype: str, tmp_path: Path
 ) -> None:
     """Keys and values of 8 bits were rounded again, to the model's 16 bits."""
@@ -258,10 +258,11 @@ def test_a_sequence_within_the_budget_is_exact_beside_a_longer_one(
         engine = LLM(
             path, policy, device="cpu", dtype="bfloat16", kv_dtype=kv_dtype, prefix_cache=False
         ).engine
-        sequences = [engine.add(prompt(n), params, keep_logits=True) for n in (90, 18)]
+        sequences = [engine.add(prompt(n), params, keep_logits=True) for n in (90, 18, 41)]
         while engine.has_work:
             engine.step()
-        found.append(torch.stack(sequences[1].logits))
+        # The third one has exactly as many tokens as the budget at the last step.
+        found.append(torch.stack([*sequences[1].logits, *sequences[2].logits]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
 
 
