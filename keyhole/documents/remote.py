@@ -102,6 +102,10 @@ class RemoteStorage:
         ends = [most_bytes] * len(full)
         with _as_os_error():
             found = self._system.cat_ranges(full, [0] * len(full), ends, on_error="return")
+            errors = [data for data in found if isinstance(data, Exception)]
+            failed = [error for error in errors if not isinstance(error, FileNotFoundError)]
+            if failed and len(failed) == len(found):
+                raise failed[0]
         return [data if isinstance(data, bytes) else b"" for data in found]
 
     def read(self, path: str) -> bytes:

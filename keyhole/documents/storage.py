@@ -96,7 +96,10 @@ class StorageBackend(Protocol):
         ...
 
     def heads(self, paths: Sequence[str], most_bytes: int) -> list[bytes]:
-        """The beginning of each file, b"" where it cannot be read."""
+        """The beginning of each file, b"" where it cannot be read.
+
+        OSError if a remote storage responds for none of them.
+        """
         ...
 
     def read(self, path: str) -> bytes:

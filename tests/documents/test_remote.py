@@ -248,6 +248,8 @@ def test_failures_of_a_library_are_reported(bucket: str, monkeypatch: pytest.Mon
         right = "_LibraryError: the network is gone"
         with pytest.raises(ConfigError, match=f"'{bucket}' cannot be read: {right}$"):
             store.open("x")
+        with pytest.raises(ConfigError, match=f"cannot be read: {right}$"):
+            store.open("of another machine")  # it was called unknown
         with pytest.raises(ConfigError, match=f"cannot be written: {right}$"):
             store.add("y", "text", make_record())
         with pytest.raises(ConfigError, match=f"cannot be read: {right}$"):
