@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_peft_available
 
@@ -53,15 +54,19 @@ def require_applied(found: ModelFiles) -> None:
 
 def merged(network: Any, adapter: Path, base: str) -> Any:
     """The network with a LoRA adapter in its weights; ModelError for one that does not fit."""
+    was_tied = network.config.tie_word_embeddings
     adapted = _adapted(network, adapter, base)
     _unshare(adapted)
     try:
-        return adapted.merge_and_unload()
+        found = adapted.merge_and_unload()
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"the adapter {str(adapter)!r} cannot be merged into the weights: {one_line(error)}; "
             "merge it with the program that made it, and give the folder of the result"
         ) from error
+    if was_tied:
+        _tie(found)
+    return found
 
 
 def _unshare(adapted: Any) -> None:
@@ -86,6 +91,16 @@ def _untie(network: Any) -> bool:
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     network.config.tie_word_embeddings = False
     return True
+
+
+def _tie(network: Any) -> None:
+    """Undoes `_untie` if the adapter has changed neither of the two, to hold their memory once."""
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if head is None or head.weight.device != embedding.weight.device:
+        return
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+        network.config.tie_word_embeddings = True
 
 
 def _with_embeddings(

@@ -261,6 +261,17 @@ def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_
     assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
+def test_tied_layers_that_an_adapter_leaves_alone_stay_one(tmp_path: Path) -> None:
+    """Their memory was held twice."""
+    base = make_model("llama", tmp_path, tie_word_embeddings=True)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    adapted = peft.get_peft_model(network, lora("q_proj", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = load(tmp_path / "adapter").network
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert found.config.tie_word_embeddings
+
+
 def test_repeated_layers_are_merged_apart(folders: dict[str, Path], tmp_path: Path) -> None:
     """They share the weights of the base, to which what is trained of each was added."""
     repeated = lora("q_proj", layer_replication=[[0, 3], [1, 4]], init_lora_weights=False)
