@@ -241,6 +241,18 @@ def test_an_adapter_of_another_model_is_refused(folders: dict[str, Path], tmp_pa
         load(folders["beside"])
 
 
+def assert_merged_as_in_peft(adapted: Any, folder: Path) -> None:
+    """Stores the adapter, and compares the logits of the merged model with peft's own."""
+    adapted.save_pretrained(folder)
+    with torch.no_grad():
+        wanted = adapted(torch.tensor([PROMPT])).logits[0, -1]
+    llm = LLM(folder, device="cpu")
+    request = llm.engine.add(PROMPT, PARAMS, keep_logits=True)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_path: Path) -> None:
@@ -251,14 +263,7 @@ def test_an_adapter_of_one_of_two_tied_layers_leaves_the_other(module: str, tmp_
     for name, weight in adapted.named_parameters():
         if "lora" in name:
             torch.nn.init.normal_(weight, std=0.3)
-    adapted.save_pretrained(tmp_path / "adapter")
-    with torch.no_grad():
-        wanted = adapted(torch.tensor([PROMPT])).logits[0, -1]
-    llm = LLM(tmp_path / "adapter", device="cpu")
-    request = llm.engine.add(PROMPT, PARAMS, keep_logits=True)
-    while llm.engine.has_work:
-        llm.engine.step()
-    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert_merged_as_in_peft(adapted, tmp_path / "adapter")
 
 
 def test_tied_layers_that_an_adapter_leaves_alone_stay_one(tmp_path: Path) -> None:
@@ -277,14 +282,7 @@ def test_repeated_layers_are_merged_apart(folders: dict[str, Path], tmp_path: Pa
     repeated = lora("q_proj", layer_replication=[[0, 3], [1, 4]], init_lora_weights=False)
     network = AutoModelForCausalLM.from_pretrained(folders["base"])
     adapted = peft.get_peft_model(network, repeated).eval()
-    adapted.save_pretrained(tmp_path / "a")
-    with torch.no_grad():
-        wanted = adapted(torch.tensor([PROMPT])).logits[0, -1]
-    llm = LLM(tmp_path / "a", device="cpu")
-    request = llm.engine.add(PROMPT, PARAMS, keep_logits=True)
-    while llm.engine.has_work:
-        llm.engine.step()
-    assert (request.logits[0] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert_merged_as_in_peft(adapted, tmp_path / "adapter")
 
 
 def test_an_adapter_that_peft_cannot_merge_is_refused(

@@ -167,7 +167,7 @@ def test_a_file_answers_as_its_checkpoint(tmp_path: Path, name: str) -> None:
 def test_the_largest_gemmas_have_another_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama.cpp knows them by their depth; a small model stands for them."""
+    """llama.cpp recognises them by their number of layers, which is lowered for this test."""
     config = Gemma2Config(**_GEMMA | {"head_dim": 32, "query_pre_attn_scalar": 16})
     write(make_network(config), tmp_path / "small.gguf")
     assert read_config(locate(tmp_path)).query_pre_attn_scalar == 32
