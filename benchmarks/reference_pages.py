@@ -194,10 +194,16 @@ def _method(name: str, cls: type[Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _default(value: object) -> str:
+    """A default as code; an empty one in words."""
+    text = terminal.setting(value)
+    return f"`{text}`" if text else "none"
+
+
 def _settings(cls: type[Any]) -> str:
     """The settings of a dataclass as a table."""
     rows = [
-        f"| `{field.name}` | `{terminal.setting(field.default)}` | {_cell(text)} |"
+        f"| `{field.name}` | {_default(field.default)} | {_cell(text)} |"
         for field, text in settings_of(cls)
     ]
     return "\n".join(["| setting | default | |\n|---|---|---|", *rows])

@@ -420,7 +420,9 @@ class EngineConfig:
         "speculative decoding: ngram proposes copies of earlier text, eagle3 runs the draft model "
         "next to the weights, eagle3:FOLDER another one; None: off",
     )
-    num_draft_tokens: int = setting(4, "with draft, at most this many proposed tokens in one step")
+    num_draft_tokens: int = setting(
+        4, "with draft, at most this many proposed tokens per request and step"
+    )
     kv_dtype: str = setting(
         "auto", "data type of keys and values: int8 or fp8 halve their size; auto: the model's"
     )

@@ -123,7 +123,7 @@ def _find(name: str, tables: Mapping[str, Mapping[str, type[Any]]]) -> tuple[str
 def _text(kind: str, name: str, cls: type[Any]) -> str:
     parts = ["\n\n".join(paragraphs(cls))]
     rows = [
-        _wrapped(f"  {field.name} ({terminal.setting(field.default)}): {text}", 6)
+        _wrapped(f"  {field.name} ({terminal.setting(field.default) or 'none'}): {text}", 6)
         for field, text in settings_of(cls)
     ]
     if rows:

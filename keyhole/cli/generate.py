@@ -1,7 +1,7 @@
 """Continues a prompt and streams the text; the counters follow on stderr.
 
 The prompt is an argument, a file (--file), token ids (--prompt-ids), or read from stdin ("-", or no
-argument and a pipe). A model without a tokenizer takes token ids only, and answers with such.
+argument and a pipe). A model without a tokenizer takes and returns token ids only.
 Ctrl-C ends the answer and keeps the text so far, in --json with finish_reason "abort". Several
 completions (--n) run in one batch and are printed one after another; with --json the further ones
 are in `others`.

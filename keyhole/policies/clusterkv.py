@@ -93,7 +93,7 @@ class ClusterKV(Policy):
         None, "generated tokens clustered at once; None: 320, or a third of a counting budget"
     )
     share_group: bool = setting(
-        True, "the query heads of a KV head read one choice; False: each its own, as published"
+        True, "the query heads of a KV head share one selection; False: one for each, as published"
     )
     generated: str = setting(
         "counted",

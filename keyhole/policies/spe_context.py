@@ -57,7 +57,7 @@ class SpeContext(Policy):
     window_size: int | None = setting(
         None, "newest tokens always read; None: 64, or a quarter of a smaller budget"
     )
-    refresh_every: int = setting(1, "steps that a choice is kept for")
+    refresh_every: int = setting(1, "steps that a selection is used for")
     recall: float | None = setting(
         None, "read fewer tokens where they hold this share of the head's weights; None: the budget"
     )

@@ -70,7 +70,7 @@ class TidalDecode(Policy):
     )
 
     share_group: bool = setting(
-        True, "the query heads of a KV head read one choice; False: each its own, as published"
+        True, "the query heads of a KV head share one selection; False: one for each, as published"
     )
 
     @classmethod

@@ -116,8 +116,8 @@ class SamKV(Reuse):
     select: bool = setting(True, "keep middle blocks; False: initial and local ones only")
     score: str = setting(
         "mean",
-        "score blocks by their mean key, by extremes: single keys, or at random: as many blocks, "
-        "drawn once for all layers, the control of a choice",
+        "how middle blocks are scored: mean: by their mean key; extremes: by single keys; random: "
+        "as many blocks at random, the same in all layers, as a control",
     )
     draw: int = setting(0, "seed of score random; prompts of the same shape keep the same blocks")
     share: float | None = setting(None, "share of its middle a document offers; None: P (eq. 2)")

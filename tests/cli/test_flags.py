@@ -35,6 +35,17 @@ def test_engine_settings_are_made_of_their_flags() -> None:
     assert flags.settings_of(parse(""), EngineConfig) == {}
 
 
+def test_a_help_text_names_one_default() -> None:
+    """--max-tokens had two, "as many as there is room for" and 256; no flag gives None."""
+    parser = argparse.ArgumentParser()
+    flags.add_settings(parser, SamplingParams, "sampling")
+    flags.add_settings(parser, EngineConfig, "engine")
+    found = {action.dest: action.help or "" for action in parser._actions}
+    assert found["max_tokens"] == "at most this many new tokens; default: 256"
+    assert found["seed"] == "the same seed gives the same tokens, in any batch"
+    assert [name for name, text in found.items() if text.count("default:") > 1] == []
+
+
 def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> None:
     """`--model ""`, from an unset variable, ran it; `calibrate tiny` asked for texts of ours."""
     assert "names no model" in run("generate", "x", "--model", "").err

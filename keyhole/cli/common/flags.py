@@ -303,9 +303,11 @@ def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str)
 
 
 def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
-    """The help followed by the default; the help itself says what None means."""
-    text = text.replace("None: ", "default: ")
-    plain = field.default in (None, (), "") or isinstance(field.default, bool)
+    """The help followed by the default. What None means is the default, or no flag can give it."""
+    if field.default is None:
+        return text.replace("None: ", "default: ")
+    text = text.partition("; None: ")[0]
+    plain = field.default in ((), "") or isinstance(field.default, bool)
     return text if plain else f"{text}; default: {terminal.setting(field.default)}"
 
 
