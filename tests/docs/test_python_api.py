@@ -26,7 +26,7 @@ def test_its_code_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) ->
 def test_its_tables_are_up_to_date() -> None:
     assert reference_pages.with_settings(TEXT) == TEXT, "run `make reference`"
     for field in dataclasses.fields(SamplingParams):
-        assert f"| `{field.name}` | `" in TEXT
+        assert f"| `{field.name}` | " in TEXT
 
 
 def test_a_stale_table_is_replaced() -> None:
