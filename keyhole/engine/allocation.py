@@ -27,7 +27,7 @@ from keyhole.cache.pages import PageCache, bytes_per_page
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.tiers import FileTier, PinnedTier, Tier
-from keyhole.config import EngineConfig
+from keyhole.config import EngineConfig, bytes_text
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models import checkpoint
@@ -249,10 +249,10 @@ def too_long(
             "or max_tokens"
         )
     pages = -(-length // config.page_size)
-    need, have = (n * cache.page_bytes / 2**20 for n in (pages, cache.max_pages))
+    need, have = (bytes_text(n * cache.page_bytes) for n in (pages, cache.max_pages))
     return (
-        f"{length} tokens (prompt and max_tokens) need {need:.1f} MiB of KV cache, the limit is "
-        f"{have:.1f} MiB; raise {_limit(config)}, set offload= to a folder that layers may move to "
+        f"{length} tokens (prompt and max_tokens) need {need} of KV cache, the limit is "
+        f"{have}; raise {_limit(config)}, set offload= to a folder that layers may move to "
         "(with a policy that selects), or lower max_tokens"
     )
 

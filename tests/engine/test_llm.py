@@ -263,8 +263,10 @@ def test_a_prompt_longer_than_the_model_is_refused_with_the_numbers(llm: LLM) ->
 
 
 def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint: Path) -> None:
+    """A limit of some KiB was shown as 0.0 MiB."""
     llm = LLM(checkpoint, device="cpu", memory="64KiB")
-    with pytest.raises(CapacityError, match=r"raise memory=.* or lower max_tokens"):
+    right = r"the limit is \d+\.\d KiB; raise memory=.* or lower max_tokens"
+    with pytest.raises(CapacityError, match=right):
         llm.generate({"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=100))
     assert llm.generate("hello", GREEDY).finish_reason == "length"
 
