@@ -47,7 +47,7 @@ What `keyhole models` prints with transformers {version}: every class for causal
 and whether a small random model of its default config gives the logits of transformers' eager
 attention in the engine ([how](architecture.md#what-is-refused-and-why)). {exact} of {all} are
 exact. A checkpoint is measured by its own config, so it may be refused where the default is
-exact; `keyhole verify MODEL` compares its real weights.
+exact; `keyhole verify --model MODEL` compares its real weights.
 
 | family | verdict |
 |---|---|

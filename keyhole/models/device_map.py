@@ -175,8 +175,8 @@ def settings(
     evicts = policy.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
     if policy.wants_head or policy.wants_gate or of_sequences or evicts or policy.shifts_keys:
         raise ConfigError(
-            f"policy {policy.name!r} cannot be used with device_map: it keeps data of sequences "
-            "on one device; use full, quest or delta"
+            f"policy {policy.name!r} cannot be used with device_map: it keeps data on one "
+            "device; use for example full, quest or delta"
         )
     return replace(config, graphs=False)
 
