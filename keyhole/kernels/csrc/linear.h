@@ -84,8 +84,6 @@ template <class T>
 struct CodeProduct : Product<T> {
     using Sum = Vector;
     static constexpr bool scaled = false;  // the inputs of each group have a scale
-    static Sum none() { return broadcast(0.0f); }
-    static Vector floats(Sum sum) { return sum; }
 };
 
 // Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
@@ -126,9 +124,9 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
     const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
     const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
     Vector total[R][H];
-    typename P::Sum part[R][H];
+    Vector part[R][H];
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) total[r][h] = broadcast(0.0f), part[r][h] = P::none();
+        for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
     for (int64_t g = 0; g < groups; g += W) {
         const int n = static_cast<int>(groups - g < W ? groups - g : W);
         for (int r = 0; r < R; r++) {
@@ -141,11 +139,10 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
     int64_t g = 0;
     const auto end_group = [&]() {
         for (int r = 0; r < R; r++) {
-            const float scale = number(scales + r * groups + g);
+            const Vector scale = broadcast(number(scales + r * groups + g));
             for (int h = 0; h < H; h++) {
-                const float of_inputs = P::scaled ? in.scales[h * in.groups_stride + g] : 1.0f;
-                total[r][h] = fma(P::floats(part[r][h]), broadcast(scale * of_inputs), total[r][h]);
-                part[r][h] = P::none();
+                total[r][h] = fma(part[r][h], scale, total[r][h]);
+                part[r][h] = broadcast(0.0f);
             }
         }
         g++;
@@ -180,11 +177,16 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
 template <class T, int bits, int H>
 static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64_t first,
                                int64_t count, bool ahead, float* out) {
-    constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
-    constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
-    int64_t r = 0;
-    for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
-    for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
+    if constexpr (CodeProduct<T>::scaled) {
+        for (int64_t r = 0; r < count; r++)
+            CodeProduct<T>::template row<bits, H>(a, in, first + r, ahead, out + r);
+    } else {
+        constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
+        constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
+        int64_t r = 0;
+        for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
+        for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
+    }
 }
 
 // Keeps a token's inputs for products, and the sum and scale of each group.
