@@ -364,7 +364,8 @@ class Runner:
                 known = int(sequence.repeated == start)
                 chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
             else:
-                chunks.append(self._scattered(sequence.kept, rows, place, listed))
+                where = rows, start, listed, sequence.first, sequence.slot
+                chunks.append(ScatteredChunk.after(sequence.kept, *where))
             row += count
         lengths = [(s.rope_length, 1) for s in rows_of]
         lengths += [(s.rope_length, count) for s, count in plan.chunks]
@@ -399,20 +400,6 @@ class Runner:
         decoding = [(s.slot, 1 + len(plan.drafts.get(s, ()))) for s in plan.decodes]
         prompts = [(s.slot, count, s.num_computed == 0) for s, count in plan.chunks]
         return RecurrentStep.of(self._recurrent, decoding, prompts, self._model.device)
-
-    def _scattered(
-        self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor
-    ) -> ScatteredChunk:
-        """Prompt tokens after documents of which layers dropped some."""
-        after = np.arange(kept.shape[1], positions[-1] + 1)
-        seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
-        return ScatteredChunk(
-            rows=rows,
-            positions=self._send(positions),
-            pages=table,
-            seen=[self._send(_join([row])) for row in seen],
-            start=int(positions[0]),
-        )
 
     def _there(self, rows: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
         """What each layer has of the decoding sequences; None: everything."""

@@ -1,0 +1,42 @@
+"""`keyhole.sparse`: `past_key_values` that go on, under policies that keep data of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole import RKV, RaaS, sparse
+from keyhole.policies.base import Policy
+from tests.hf.generating import forward, network, prompts
+
+__all__ = ["network"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RaaS(token_budget=16),
+        RKV(token_budget=16),
+        RKV(token_budget=32, prompt_in_budget=True, observation_window=4),
+    ],
+)
+def test_a_prompt_after_evicted_pages_reads_what_is_left(network: Any, policy: Policy) -> None:
+    """Under R-KV the next turn ended in an AssertionError as soon as a page was evicted."""
+    ids, size, there = prompts(60)["input_ids"], 8, torch.zeros(60, 60, dtype=torch.bool)
+    found, past, start = [], None, 0
+    with sparse(network, policy, page_size=size):
+        for end in (9, *range(10, 44), 54, *range(55, 61)):
+            if past is not None:
+                gone = [entry for entry, page in enumerate(past.rows[0].pages) if page < 0]
+                left = ~torch.isin(torch.arange(end) // size, torch.tensor(gone))
+                there[start:end, :end] = left
+            there[start:end, start:end] = True
+            out = forward(network, {"input_ids": ids[:, start:end]}, past_key_values=past)
+            found.append(out.logits)
+            past, start = out.past_key_values, end
+    assert gone
+    mask = torch.zeros(1, 1, 60, 60).masked_fill(~there.tril(), float("-inf"))
+    wanted = forward(network, {"input_ids": ids, "attention_mask": mask}).logits
+    assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-4)
