@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from keyhole import RKV, RaaS, sparse
+from keyhole import RKV, RaaS, SnapKV, sparse
 from keyhole.policies.base import Policy
-from tests.hf.generating import forward, network, prompts
+from tests.hf.generating import assert_same, decode, forward, network, prompts
 
 __all__ = ["network"]
+
+
+def turn(network: Any, before: Any, new: Tensor, **options: Any) -> Any:
+    """The answer to a text that goes on after another answer, by default from its cache."""
+    ids = torch.cat([before.sequences, new], 1)
+    given = {"past_key_values": before.past_key_values} | options
+    return decode(network, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **given)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +48,15 @@ def test_a_prompt_after_evicted_pages_reads_what_is_left(network: Any, policy: P
     mask = torch.zeros(1, 1, 60, 60).masked_fill(~there.tril(), float("-inf"))
     wanted = forward(network, {"input_ids": ids, "attention_mask": mask}).logits
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-4)
+
+
+def test_the_next_turn_is_chosen_by_its_own_queries(network: Any) -> None:
+    """Queries of the turn before took the places of the answer's, which are not kept."""
+    found = []
+    for window in (4, 12):
+        policy = SnapKV(token_budget=16, observation_window=window)
+        with sparse(network, policy, page_size=8):
+            first = decode(network, prompts(14))  # within the budget: the window does not matter
+            # The last token of the answer is not computed yet.
+            found.append(turn(network, first, prompts(3, seed=1)["input_ids"]))
+    assert_same(found[1], found[0])
