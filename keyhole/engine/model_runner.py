@@ -218,6 +218,15 @@ class Runner:
         self._table.renumber()
         self._ahead = None
 
+    def copy_rows(self, other: Runner, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Continues sequences of another runner of as many rows, which has no step in progress.
+
+        pairs: a sequence of it and ours, which has the same slot and pages of its own.
+        """
+        self._state.copy(other._state, pairs)
+        if self._eviction is not None and other._eviction is not None:
+            self._eviction.copy(other._eviction)
+
     def cut(self, sequence: Sequence) -> None:
         """The last pages of a sequence's list were removed. Between steps."""
         self._table.cut(sequence)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from keyhole import RKV, RaaS, SnapKV, sparse
+from keyhole import RKV, ClusterKV, RaaS, ShadowKV, SnapKV, sparse
 from keyhole.policies.base import Policy
 from tests.hf.generating import assert_same, decode, forward, network, prompts
 
@@ -20,6 +21,9 @@ def turn(network: Any, before: Any, new: Tensor, **options: Any) -> Any:
     ids = torch.cat([before.sequences, new], 1)
     given = {"past_key_values": before.past_key_values} | options
     return decode(network, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **given)
+
+
+NONE = torch.empty(1, 0, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,30 @@ def test_the_next_turn_is_chosen_by_its_own_queries(network: Any) -> None:
             # The last token of the answer is not computed yet.
             found.append(turn(network, first, prompts(3, seed=1)["input_ids"]))
     assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(token_budget=16),
+        ClusterKV(token_budget=32),
+        ShadowKV(token_budget=24),
+        RaaS(token_budget=16),
+        RKV(token_budget=16),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_copied_cache_goes_on_as_the_cache_does(network: Any, policy: Policy, count: int) -> None:
+    """A copy lacked what the policy keeps of a sequence: SnapKV read other tokens of the prompt."""
+    with sparse(network, policy, page_size=8):
+        first = decode(network, prompts(45), max_new_tokens=count, min_new_tokens=count)
+        copied = copy.deepcopy(first.past_key_values)
+        wanted = turn(network, first, NONE, max_new_tokens=40, min_new_tokens=40)
+        got = turn(
+            network, first, NONE, past_key_values=copied, max_new_tokens=40, min_new_tokens=40
+        )
+        straight = decode(
+            network, prompts(45), max_new_tokens=count + 40, min_new_tokens=count + 40
+        )
+    assert_same(got, wanted, 0)
+    assert torch.equal(wanted.sequences, straight.sequences)
