@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -134,6 +135,12 @@ class Eviction:
             freed += [(sequence, e) for e in free]
         return freed
 
+    def copy(self, other: Eviction) -> None:
+        """Takes over the retained pages of another one's sequences, which have the same slots."""
+        self._entries, self._counts = other._entries.copy(), other._counts.copy()
+        self._pinned, self._present = other._pinned.copy(), other._present.copy()
+        self._most = other._most.copy()
+
     def kept(self, sequence: Sequence) -> Tensor | None:
         """The tokens of a sequence that each layer still has, bool [L, N]; None: all.
 
@@ -203,6 +210,15 @@ class SequenceState:
         # The pages of each slot's last sequence. A re-admitted sequence has a new array.
         self._lists: list[array[int] | None] = [None] * num_slots
         self._prompts = [0] * num_slots
+
+    def copy(self, other: SequenceState, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Takes over what another state knows of its sequences, each for one of ours."""
+        for name, tensor in other.tensors.items():
+            self.tensors[name].copy_(tensor)
+        self._prompts = [*other._prompts]
+        for theirs, own in pairs:
+            known = other._lists[theirs.slot] is theirs.pages
+            self._lists[own.slot] = own.pages if known else None
 
     def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """Which sequences are in their first decode step, bool [B].

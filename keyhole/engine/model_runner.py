@@ -218,6 +218,15 @@ class Runner:
         self._table.renumber()
         self._ahead = None
 
+    def copy_rows(self, other: Runner, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Continues sequences of another runner of as many rows, which has no step in progress.
+
+        pairs: a sequence of it and ours, which has the same slot and pages of its own.
+        """
+        self._state.copy(other._state, pairs)
+        if self._eviction is not None and other._eviction is not None:
+            self._eviction.copy(other._eviction)
+
     def cut(self, sequence: Sequence) -> None:
         """The last pages of a sequence's list were removed. Between steps."""
         self._table.cut(sequence)
@@ -364,7 +373,8 @@ class Runner:
                 known = int(sequence.repeated == start)
                 chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
             else:
-                chunks.append(self._scattered(sequence.kept, rows, place, listed))
+                where = rows, start, listed, sequence.first, sequence.slot
+                chunks.append(ScatteredChunk.after(sequence.kept, *where))
             row += count
         lengths = [(s.rope_length, 1) for s in rows_of]
         lengths += [(s.rope_length, count) for s, count in plan.chunks]
@@ -399,20 +409,6 @@ class Runner:
         decoding = [(s.slot, 1 + len(plan.drafts.get(s, ()))) for s in plan.decodes]
         prompts = [(s.slot, count, s.num_computed == 0) for s, count in plan.chunks]
         return RecurrentStep.of(self._recurrent, decoding, prompts, self._model.device)
-
-    def _scattered(
-        self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor
-    ) -> ScatteredChunk:
-        """Prompt tokens after documents of which layers dropped some."""
-        after = np.arange(kept.shape[1], positions[-1] + 1)
-        seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
-        return ScatteredChunk(
-            rows=rows,
-            positions=self._send(positions),
-            pages=table,
-            seen=[self._send(_join([row])) for row in seen],
-            start=int(positions[0]),
-        )
 
     def _there(self, rows: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
         """What each layer has of the decoding sequences; None: everything."""

@@ -219,7 +219,6 @@ def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> N
     if batch.step is not None:
         batch.policy.on_queries(layer, query[: batch.num_decode], batch.step, options)
     for chunk in batch.chunks:
-        assert isinstance(chunk, Chunk), "a policy that reads queries has no stored documents"
         where = (batch.cache.keys[layer], batch.cache.data[layer], chunk.pages)
         shown = PromptQueries(
             query[chunk.rows], *where, chunk.start, chunk.first, chunk.slot, batch.state

@@ -82,6 +82,20 @@ def keep_prompt(layer: int, queries: PromptQueries, options: Mapping[str, Any]) 
     positions = queries.pages.new_ones(count).cumsum(0)[-len(last) :] + (queries.start - 1)
     slots = positions.new_full((len(last),), queries.slot)
     kernels.keep_queries(stored, slots, last * options["scale"], positions)
+    places = queries.state[f"position {layer}"][queries.slot]
+    places[positions % len(places)] = positions.to(places.dtype)
+
+
+def prompt_queries(layer: int, step: Step, row: int, length: int) -> Tensor:
+    """What `keep_prompt` kept of the last tokens of a sequence, as `last_queries`.
+
+    Without those before a token that was not prompt: where a conversation goes on, the last answer
+    was decoded, and its places hold older queries.
+    """
+    query, slot = last_queries(layer, step, row, length), step.sequences.slots[row]
+    places = step.sequences.state[f"position {layer}"][slot]
+    expected = places.new_ones(len(query)).cumsum(0) + (length - len(query) - 1)
+    return query[-int((places[expected % len(places)] == expected).sum()) :]
 
 
 def keep_newest(layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
