@@ -54,13 +54,14 @@ def test_a_prompt_after_evicted_pages_reads_what_is_left(network: Any, policy: P
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-4)
 
 
-def test_the_next_turn_is_chosen_by_its_own_queries(network: Any) -> None:
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_the_next_turn_is_chosen_by_its_own_queries(network: Any, count: int) -> None:
     """Queries of the turn before took the places of the answer's, which are not kept."""
-    found = []
+    found, length = [], {"max_new_tokens": count, "min_new_tokens": count}
     for window in (4, 12):
         policy = SnapKV(token_budget=16, observation_window=window)
         with sparse(network, policy, page_size=8):
-            first = decode(network, prompts(14))  # within the budget: the window does not matter
+            first = decode(network, prompts(14), **length)  # within the budget: the window does not matter
             # The last token of the answer is not computed yet.
             found.append(turn(network, first, prompts(3, seed=1)["input_ids"]))
     assert_same(found[1], found[0])

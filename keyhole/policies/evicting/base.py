@@ -87,15 +87,17 @@ def keep_prompt(layer: int, queries: PromptQueries, options: Mapping[str, Any]) 
 
 
 def prompt_queries(layer: int, step: Step, row: int, length: int) -> Tensor:
-    """What `keep_prompt` kept of the last tokens of a sequence, as `last_queries`.
+    """What `keep_prompt` kept of the last tokens of a sequence since the last call, as
+    `last_queries`.
 
-    Without those before a token that was not prompt: where a conversation goes on, the last answer
-    was decoded, and its places hold older queries.
+    Where a conversation goes on, its last answer was decoded, and these places hold older queries.
     """
     query, slot = last_queries(layer, step, row, length), step.sequences.slots[row]
     places = step.sequences.state[f"position {layer}"][slot]
     expected = places.new_ones(len(query)).cumsum(0) + (length - len(query) - 1)
-    return query[-int((places[expected % len(places)] == expected).sum()) :]
+    count = int((places[expected % len(places)] == expected).sum())
+    step.sequences.state[f"position {layer}"][slot] = -1
+    return query[-count:]
 
 
 def keep_newest(layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:
