@@ -49,12 +49,14 @@ def test_buffers_are_those_of_an_offloaded_layer(
 ) -> None:
     layout = families.layouts(make_config(kind))[0]
     geometry = Geometry(layers=(layout,), num_query_heads=4, page_size=16, itemsize=2)
-    model = MemoryModel.measured(
+    model = MemoryModel(
         layers=layer_memory(geometry, num_heads),
         requests=3,
         token_budget=token_budget,
+        buffer_tokens=buffer_tokens(token_budget, 16),
         page_size=16,
         weight_bytes=0,
+        list_page_bytes=8,
     )
     buffer = ResidentBuffer(
         layout,
