@@ -263,7 +263,8 @@ class Engine:
                 "draft='eagle3' keeps no keys of stored documents; leave one of them out"
             )
         if context is not None:
-            self._document_prefill(under).check(context)
+            self._document_prefill(under)  # refuses a model whose keys cannot be shifted
+            context.check(under.policy)
         tokens = [*prompt, *given] if given else prompt
         self.limits.check(tokens, params, under.policy, num_given=len(given), stored=stored)
         assert params.max_tokens is not None
