@@ -21,7 +21,7 @@ from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
-from keyhole.engine.fair_lock import FairLock
+from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
 from keyhole.engine.limits import RequestLimits, adapter_number, end_ids, longest
 from keyhole.engine.model_runner import Runner
@@ -288,7 +288,7 @@ class Engine:
             adapter=adapter_number(params.adapter, self.model),
         )
         self._enter(under)
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.enter(sequence)
         return sequence
 
     @property
