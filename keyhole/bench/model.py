@@ -27,8 +27,7 @@ from transformers.initialization import no_init_weights
 
 from keyhole.bench import measure
 from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSettings
-from keyhole.cache.layout import Geometry
-from keyhole.cache.pages import bytes_per_page
+from keyhole.cache.layout import Geometry, bytes_per_page
 from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models import device_map, families

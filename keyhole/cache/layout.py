@@ -263,3 +263,8 @@ def data_bytes(geometry: Geometry, shapes: Iterable[Mapping[str, tuple[int, ...]
     """Bytes per page of the side data of these shapes: a policy's, layer by layer, or a head's."""
     numbers = sum(math.prod(shape) for layer in shapes for shape in layer.values())
     return numbers * geometry.itemsize
+
+
+def bytes_per_page(geometry: Geometry, shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> int:
+    """Bytes of one page of all layers, with the side data of these shapes."""
+    return geometry.page_size * geometry.token_bytes + data_bytes(geometry, shapes)

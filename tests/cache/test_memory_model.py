@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.cache.layout import Geometry, data_bytes, layer_memory
-from keyhole.cache.pages import bytes_per_page
+from keyhole.cache.layout import Geometry, bytes_per_page, data_bytes, layer_memory
 from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.models import families
 from keyhole.planner import MemoryModel, buffer_tokens
