@@ -389,9 +389,8 @@ def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
     """
     heads, length = weights.shape
     seen = torch.zeros(len(indices), -(-length // unit) + 1, dtype=torch.bool)
-    seen.scatter_(
-        1, torch.from_numpy(indices).long() % seen.shape[1], True
-    )  # -1, the padding, sets the extra last entry
+    # -1, the padding, sets the extra last entry.
+    seen.scatter_(1, torch.from_numpy(indices).long() % seen.shape[1], True)
     tokens = seen[:, :-1].repeat_interleave(unit, 1)[:, :length].to(weights.device)
     tokens = tokens.repeat_interleave(heads // len(tokens), 0)
     return float(((weights * tokens).sum(1) / weights.sum(1)).mean())

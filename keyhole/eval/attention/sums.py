@@ -53,9 +53,8 @@ class SelectionPersistence:
     def take(self, seen: LayerStep, tokens: Tensor) -> None:
         """Compares what a layer selects now, bool [B, H, N], with its kept selections."""
         rows = seen.samples
-        now = (
-            seen.step.lengths - seen.step.sequences.prompts
-        ).long()  # 1 for the first decode step
+        # 1 for the first decode step.
+        now = (seen.step.lengths - seen.step.sequences.prompts).long()
         kept, made = self._room(seen.layer, tokens)
         tokens = F.pad(tokens, (0, kept.shape[3] - tokens.shape[2]))
         before = made[rows]
