@@ -7,13 +7,13 @@ allows it, and otherwise reading it raises RecordError.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
 from keyhole.documents.reader import MEMORY_BYTES, StoredDocument, VerifiedRecords
-from keyhole.documents.record import read_header
+from keyhole.documents.record import find_header
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.errors import ConfigError, UnknownNameError
@@ -34,10 +34,11 @@ class DocumentLookup:
     def check_model(self) -> None:
         """ConfigError if all records belong to other models; an empty store is valid."""
         records = self._files("records")
-        theirs = [header for name in records if (header := self._header(name)) is not None]
+        headers = [find_header(self._place, name) for name in records]
+        theirs = [header.fingerprint for header in headers if header is not None]
         if not theirs or any(f"-{self._model}." in name for name in records):
             return
-        nearest = min(theirs, key=lambda header: len(differences(header, self._fingerprint)))
+        nearest = min(theirs, key=lambda found: len(differences(found, self._fingerprint)))
         fields = differences(nearest, self._fingerprint)
         there, here = (
             ", ".join(f"{name} {side.get(name)!r}" for name in fields)
@@ -99,20 +100,13 @@ class DocumentLookup:
     def _absent(self, name: str, digest: str) -> RecordError:
         """The error for a missing record: other models have one, or none has."""
         for record in self._files("records"):
-            if record.startswith(digest) and (theirs := self._header(record)) is not None:
-                error = foreign(theirs, self._fingerprint)
+            header = find_header(self._place, record) if record.startswith(digest) else None
+            if header is not None:
+                error = foreign(header.fingerprint, self._fingerprint)
                 if error is not None:
                     return error.of(name)
         what = "it has no record, because it was evicted or removed"
         return RecordError("missing", what, "a record", name)
-
-    def _header(self, record: str) -> Fingerprint | None:
-        """The fingerprint in a record; None if it is damaged or missing."""
-        try:
-            with closing(self._place.reader(f"records/{record}")) as reader:
-                return read_header(reader).fingerprint
-        except (OSError, RecordError):
-            return None
 
     def _files(self, folder: str) -> list[str]:
         try:

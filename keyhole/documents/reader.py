@@ -37,6 +37,7 @@ from keyhole.documents.record import (
     check_tensors,
     checksums_name,
     checksums_of,
+    find_header,
     read_header,
     read_statistics,
 )
@@ -422,7 +423,7 @@ def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> Recor
     """
     errors = []
     for record in catalogue.index.records(digest):
-        header = catalogue.header(record)
+        header = find_header(catalogue.place, record)
         if header is None:
             continue
         error = foreign(header.fingerprint, fingerprint)

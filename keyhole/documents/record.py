@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +38,7 @@ import torch
 
 from keyhole.config import SCALE_BYTES, is_count, require
 from keyhole.documents.integrity import Fingerprint, RecordError, canonical, is_sealed, seal, sha256
-from keyhole.documents.storage import StorageReader
+from keyhole.documents.storage import StorageBackend, StorageReader
 from keyhole.errors import ConfigError, NumericalError
 
 if TYPE_CHECKING:
@@ -387,6 +388,15 @@ def read_header(reader: StorageReader) -> RecordHeader:
         rows_start=spans["layers.0.keys"].start,
         statistics=text.get("statistics", "1"),
     )
+
+
+def find_header(place: StorageBackend, record: str) -> RecordHeader | None:
+    """The header of a record in a storage; None if the record is missing or damaged."""
+    try:
+        with closing(place.reader(f"records/{record}")) as reader:
+            return read_header(reader)
+    except (OSError, RecordError):
+        return None
 
 
 def read_sealed(
