@@ -31,6 +31,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep
 from keyhole.kernels import Selection
+from keyhole.kernels.reference import members
 
 #: Number of later steps that a selection is compared with.
 MOST_STEPS = 64
@@ -204,7 +205,7 @@ class OverlapSums:
         self._repeats.take(seen, found.chosen)
         first = min(_SINKS[self._kind], self._entries - 1)
         recent = kernels.recent_indices(found.valid, self._entries, first=first)
-        listed = dense_run.members(recent.indices, found.chosen.shape[2])
+        listed = members(recent.indices, found.chosen.shape[2])
         self._newest[rows] += dense_run.found_again(found.chosen, listed.expand_as(found.chosen))
         self._now.append(found.chosen)
         if seen.layer == self._layers[-1]:
@@ -243,7 +244,7 @@ class OverlapSums:
             valid, unit = seen.step.pages, seen.step.page_size
             scores = dense_run.page_sums(scores, unit)
         chosen: Selection = kernels.top_k(scores, valid, self._entries, unit)
-        return _List(dense_run.members(chosen.indices, scores.shape[2]), valid)
+        return _List(members(chosen.indices, scores.shape[2]), valid)
 
 
 def kinds(geometry: Geometry) -> Sequence[str]:
