@@ -31,7 +31,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,15 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: The small tensors of a layer, by name.
-STATISTICS = (
-    "block_keys",
-    "local_queries",
-    "representatives",
-    "representative_keys",
-    "alpha",
-    "received",
-)
 _MAY_BE_INFINITE = ("alpha", "received")
 
 
@@ -81,6 +72,10 @@ class LayerStatistics:
     representative_keys: Tensor
     alpha: Tensor
     received: Tensor
+
+
+#: The small tensors of a layer, by name.
+STATISTICS = tuple(field.name for field in fields(LayerStatistics))
 
 
 @dataclass(eq=False)
