@@ -63,8 +63,7 @@ class PlacementSettings:
     measure: str | None = setting(
         None,
         "what optimal minimises the loss of: attention mass, or the relative error of the "
-        "attention "
-        "output (error); None: mass",
+        "attention output (error); None: mass",
     )
     num_delta_layers: int = setting(3, "layers that select pages")
     max_tokens: int = setting(256, "tokens to generate per prompt")
@@ -321,8 +320,8 @@ def _stable_text(found: Stability) -> str:
     ]
     return (
         f"{found.model}: {terminal.count(found.num_documents, 'document')} in blocks of "
-        f"{found.block_size}; a layer "
-        "scores where\nthe most important block of a document is an outlier\n\n"
+        f"{found.block_size}; a layer scores where\n"
+        "the most important block of a document is an outlier\n\n"
         f"{terminal.table(('layer', 'score', ''), rows, left=1)}\n"
     )
 

@@ -379,8 +379,7 @@ class DocumentStore:
             if error.errno in _NO_SPACE:
                 raise StorageFullError(
                     f"{where}; the store is unchanged; free disk space, remove documents, or "
-                    "choose "
-                    "another place"
+                    "choose another place"
                 ) from error
             if error.errno == EMFILE:
                 where += "; name fewer documents, or allow more open files: `ulimit -n`"
@@ -393,6 +392,5 @@ class DocumentStore:
                 ) from error
             raise ConfigError(
                 f"the index of the documents at {self._place.url!r} cannot be used: {error}; if "
-                "it is "
-                "damaged, it is rebuilt at the next start"
+                "it is damaged, it is rebuilt at the next start"
             ) from error

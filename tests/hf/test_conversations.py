@@ -61,7 +61,8 @@ def test_the_next_turn_is_chosen_by_its_own_queries(network: Any, count: int) ->
     for window in (4, 12):
         policy = SnapKV(token_budget=16, observation_window=window)
         with sparse(network, policy, page_size=8):
-            first = decode(network, prompts(14), **length)  # within the budget: the window does not matter
+            # Within the budget: the window does not matter.
+            first = decode(network, prompts(14), **length)
             # The last token of the answer is not computed yet.
             found.append(turn(network, first, prompts(3, seed=1)["input_ids"]))
     assert_same(found[1], found[0])
