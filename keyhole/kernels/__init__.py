@@ -147,6 +147,7 @@ if TYPE_CHECKING:
         unpack,
     )
     from keyhole.kernels.reference import (
+        BlockWeight,
         PackedWeight,
         dequantised,
         gather_rows,
@@ -160,6 +161,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BlockWeight",
     "LowRank",
     "PackedWeight",
     "PagedQuery",

@@ -169,6 +169,7 @@ def packed_linear(
     codes: int,
     scales: int,
     minimums: int,
+    blocks: tuple[int, int, bool],
     bias: int,
     out: int,
 ) -> None: ...

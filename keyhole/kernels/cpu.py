@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
-from keyhole.kernels.reference.packed import PackedWeight
+from keyhole.kernels.reference.packed import BlockWeight, PackedWeight
 from keyhole.kernels.reference.quantised import is_quantised
 from keyhole.kernels.selection import Selection
 
@@ -373,28 +373,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """As the reference; the kernel for 6 bits takes float32 only."""
-    if packed.bits == 6 and x.dtype != torch.float32:
-        widened = PackedWeight(packed.codes, packed.scales.float(), packed.minimums.float(), 6)
+def packed_linear(
+    x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
+) -> Tensor:
+    """As the reference; 6 bits in float32, unless the path multiplies codes as whole numbers."""
+    if packed.bits == 6 and x.dtype != torch.float32 and current() != "avx2":
+        if isinstance(packed, PackedWeight):
+            scales, minimums = packed.scales.float(), packed.minimums.float()
+            packed = PackedWeight(packed.codes, scales, minimums, packed.bits)
         wide_bias = None if bias is None else bias.float()
-        return packed_linear(x.float(), widened, wide_bias).to(x.dtype)
+        return packed_linear(x.float(), packed, wide_bias).to(x.dtype)
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows = x.reshape(-1, x.shape[-1])
-    codes, scales, minimums = (one.contiguous() for one in packed[:3])
+    codes, first, second = (one.contiguous() for one in packed[:3])
     out = x.new_empty(*x.shape[:-1], len(codes))
+    num_inputs = codes.shape[1] * 8 // packed.bits
+    if isinstance(packed, BlockWeight):
+        group_size = num_inputs // (second.shape[2] or first.shape[1])
+        scales_at = minimums_at = 0
+        groups_at = second.data_ptr() if second.shape[1] else 0
+        blocks = first.data_ptr(), groups_at, first.shape[2] == 4
+    else:
+        group_size, blocks = packed.group_size, (0, 0, False)
+        scales_at, minimums_at = first.data_ptr(), second.data_ptr()
     extension.packed_linear(
         DTYPES[x.dtype],
         len(rows),
-        packed.num_inputs,
+        num_inputs,
         len(codes),
         packed.bits,
-        packed.group_size,
+        group_size,
         rows.data_ptr(),
         rows.stride(0),
         codes.data_ptr(),
-        scales.data_ptr(),
-        minimums.data_ptr(),
+        scales_at,
+        minimums_at,
+        blocks,
         address(bias),
         out.data_ptr(),
     )

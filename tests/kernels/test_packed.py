@@ -54,7 +54,63 @@ def test_products_are_those_of_the_unpacked_weight(
     assert ((found.double() - wanted).abs() <= TOLERANCE[dtype] * size).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@given(
+    st.integers(1, 12),
+    st.sampled_from((1, 15, 16, 17, 100)),
+    st.integers(1, 5),
+    st.sampled_from([(4, 1, False), (8, 1, False), (4, 8, True), (6, 8, True), (6, 16, False)]),
+    DTYPES,
+    st.booleans(),
+)
+@examples(60)
+def test_products_are_those_of_the_numbers_of_blocks(
+    tokens: int,
+    outputs: int,
+    blocks: int,
+    kind: tuple[int, int, bool],
+    dtype: torch.dtype,
+    with_bias: bool,
+) -> None:
+    """kind: bits, groups of a block, whether they have minimums."""
+    bits, groups, minimums = kind
+    blocks *= 2 if groups == 1 else 1  # of 32 weights; otherwise of 256
+    inputs = blocks * (32 if groups == 1 else 256)
+    random = torch.Generator().manual_seed(tokens * outputs + inputs + groups + bits)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+
+    halves = (torch.randn(outputs, blocks, 1 + minimums, generator=random) / 256).half()
+    shape = (outputs, 0, 0) if groups == 1 else (outputs, 1 + minimums, blocks * groups)
+    of_groups = drawn(*shape) if minimums else drawn(*shape).view(torch.int8)
+    codes = drawn(outputs, inputs * bits // 8)
+    weight = kernels.BlockWeight(codes, halves.view(torch.uint8), of_groups, bits)
+    ones = torch.ones(outputs, 1)
+    whole = unpacked(kernels.PackedWeight(codes, ones, ones * 0, bits))
+    exact = torch.empty_like(whole)
+    size = inputs // (blocks * groups)
+    for g in range(blocks * groups):
+        half, own = halves[:, g // groups].double(), of_groups[:, :, g : g + 1].double()
+        part = slice(g * size, (g + 1) * size)
+        if minimums:
+            exact[:, part] = half[:, :1] * own[:, 0] * whole[:, part] - half[:, 1:] * own[:, 1]
+        else:
+            scale = half * own[:, 0] if groups > 1 else half
+            exact[:, part] = scale * (whole[:, part] - 2 ** (bits - 1))
+    x = torch.randn(tokens, inputs, generator=random).to(dtype)
+    bias = torch.randn(outputs, generator=random).to(dtype)
+    found = kernels.packed_linear(x, weight, bias if with_bias else None)
+    wanted = x.double() @ exact.T + (bias.double() if with_bias else 0.0)
+    assert found.dtype == dtype
+    # The minimums of groups, and the numbers without them, are added up one after another.
+    largest = exact.abs().amax(1)
+    size_of = x.double().abs() @ (exact.abs() + largest[:, None]).T
+    rounded = torch.finfo(dtype).eps * (wanted.abs() + 1e-3)
+    lost = 2.0**-15 if dtype != torch.float32 else 2e-6
+    assert ((found.double() - wanted).abs() <= lost * size_of + rounded).all()
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_large_input_costs_the_precision_of_its_own_group_only(
@@ -80,7 +136,7 @@ def test_a_large_input_costs_the_precision_of_its_own_group_only(
     assert ((found.double() - wanted).abs() <= lost + rounded).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_tiny_inputs_count_in_full_or_not_at_all(bits: int) -> None:
     """Their codes were dropped, and not their minimums: results were wrong by their own size."""
     random = torch.Generator().manual_seed(bits)
@@ -92,7 +148,7 @@ def test_tiny_inputs_count_in_full_or_not_at_all(bits: int) -> None:
     assert not found.any() or (error <= 0.01).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_an_input_that_is_not_finite_is_not_hidden(bits: int, number: float) -> None:
     packed = kernels.pack(torch.randn(20, 256).bfloat16(), bits, 64)

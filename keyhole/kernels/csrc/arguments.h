@@ -181,11 +181,20 @@ struct Linear {
 // Weights in few bits: code * scale + minimum, for groups of inputs. In 4 bits, byte j of a block of
 // 64 weights holds weight j below and weight j + 32 above. In 6 bits, so do the lower four bits, in 32
 // bytes; in the 16 bytes behind them, byte j holds the upper two bits of weights j, j + 16, j + 32 and
-// j + 48, from below. Products with 6 bits are computed in float32 only.
+// j + 48, from below.
 struct Packed {
     int64_t bits, group;  // 4, 6 or 8; 32, 64 or 128, in 6 bits 16 or more
     const uint8_t* codes;           // [O, I * bits / 8]
-    const void *scales, *minimums;  // [O, I / group]
+    const void *scales, *minimums;  // [O, I / group], in the dtype of the call
+};
+
+// The scales of llama.cpp's blocks instead, in float16: of each group; or of 256 weights, whose groups
+// have scales in 8 bits, with minimums or without. Weights without minimums are codes less
+// 2^(bits - 1), times their scale.
+struct BlockScales {
+    const void* of_blocks;  // [O, blocks], or [O, blocks, 2] with minimums; or null
+    const void* of_groups;  // int8 [O, I / group], or uint8 [O, 2, I / group] with minimums; or null
+    bool minimums;
 };
 
 struct PackedLinear {
@@ -194,6 +203,7 @@ struct PackedLinear {
     const void* x;  // [T, I]
     int64_t x_stride;
     Packed weight;
+    BlockScales blocks;
     const void* bias;  // [O], or null
     void* out;         // [T, O]
 };

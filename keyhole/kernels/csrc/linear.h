@@ -37,8 +37,8 @@ static void linear(const Linear& a) {
         rows_from(first, weights);
         if (ahead) rows_from(first + kTile, next);
         for (int64_t t = 0; t < a.T;) {
-            float sums[4 * kTile];
-            const int64_t H = a.T - t < 4 ? a.T - t : 4;
+            float sums[5 * kTile];
+            const int64_t H = a.T - t <= 5 ? a.T - t : 4;
             score_all<T>(rows + t * stride, stride, H, weights, a.I, sums,
                          ahead && t == 0 ? next : nullptr);
             for (int64_t h = 0; h < H; h++, t++)
@@ -46,8 +46,9 @@ static void linear(const Linear& a) {
                                static_cast<T*>(a.out) + t * a.O);
         }
     };
-    // For one token the processor notices by itself what comes next. Not measured with AVX-512.
-    const bool ahead = a.T > 1 && Vector::width == 8;
+    // For one token, and in long rows, the processor notices by itself what comes next
+    // (benchmarks/LOG.md). Not measured with AVX-512.
+    const bool ahead = a.T > 1 && a.I <= 4096 && Vector::width == 8;
     const int64_t piece = blocks >= 16 * omp_get_max_threads() ? 8 : 1;
     for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
         const int64_t end = blocks < (at + 1) * piece ? blocks : (at + 1) * piece;
@@ -73,7 +74,7 @@ static inline typename P::Key codes_at(const uint8_t* block, int64_t j) {
     if constexpr (bits == 8) return P::template code<whole_byte>(block + at + j);
     else if constexpr (bits == 4)
         return P::template code<at < half ? lower_half : upper_half>(block + at % half + j);
-    else return six_bit_codes<at / kSpan<6>>(block + at % half + j, block + half + j);
+    else return P::template six_bits<at / kSpan<6>>(block + at % half + j, block + half + j);
 }
 
 static inline float number(const float* p) { return *p; }
@@ -96,6 +97,10 @@ template <class T>
 struct CodeProduct : Product<T> {
     using Sum = Vector;
     static constexpr bool scaled = false;  // the inputs of each group have a scale
+    template <int quarter>  // as floats, for T = float
+    static Vector six_bits(const uint8_t* low, const uint8_t* high) {
+        return six_bit_codes<quarter>(low, high);
+    }
 };
 
 // Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
@@ -106,6 +111,63 @@ struct Inputs {
     const float *sums, *scales;
     int64_t groups_stride;
 };
+
+// GroupScales and minimums of the groups of rows, padded with zeros to whole vectors.
+struct GroupScales {
+    float *scales, *minimums;
+    int64_t stride;
+};
+
+// Those of a row's groups, which lie there as T.
+template <class T>
+static inline void widen_scales(const T* scales, const T* minimums, int64_t groups, float lowest,
+                                GroupScales out) {
+    constexpr int W = Vector::width;
+    for (int64_t g = 0; g < groups; g += W) {
+        const int n = static_cast<int>(groups - g < W ? groups - g : W);
+        const Vector s = n == W ? load(scales + g) : load(scales + g, n);
+        store(out.scales + g, s);
+        if (!minimums) store(out.minimums + g, s * broadcast(lowest));
+        else store(out.minimums + g, n == W ? load(minimums + g) : load(minimums + g, n));
+    }
+}
+
+// to[i] = by * from[i]; a function, as `__restrict` lets it use vectors.
+template <int n, class Number>
+static inline void times(const Number* __restrict from, float by, float* __restrict to) {
+    for (int i = 0; i < n; i++) to[i] = by * from[i];
+}
+
+template <class T>
+static inline void fill_scales(const PackedLinear& a, int64_t row, GroupScales out) {
+    const int64_t groups = a.I / a.weight.group, blocks = a.I / 256;
+    const BlockScales& from = a.blocks;
+    const float lowest = -static_cast<float>(1 << (a.weight.bits - 1));
+    const auto* half = static_cast<const float16*>(from.of_blocks);
+    if (!from.of_blocks) {
+        widen_scales(static_cast<const T*>(a.weight.scales) + row * groups,
+                     static_cast<const T*>(a.weight.minimums) + row * groups, groups, 0.0f, out);
+    } else if (!from.of_groups) {
+        widen_scales<float16>(half + row * groups, nullptr, groups, lowest, out);
+    } else if (from.minimums) {  // eight groups of 32 weights
+        const auto* of_groups = static_cast<const uint8_t*>(from.of_groups) + 2 * row * groups;
+        half += 2 * row * blocks;
+        for (int64_t i = 0; i < blocks; i++, of_groups += 8) {
+            const float scale = number(half + 2 * i), minimum = -number(half + 2 * i + 1);
+            times<8>(of_groups, scale, out.scales + 8 * i);
+            times<8>(of_groups + groups, minimum, out.minimums + 8 * i);
+        }
+    } else {  // sixteen of 16
+        const auto* of_groups = static_cast<const int8_t*>(from.of_groups) + row * groups;
+        half += row * blocks;
+        for (int64_t i = 0; i < blocks; i++, of_groups += 16) {
+            const float scale = number(half + i);
+            times<16>(of_groups, scale, out.scales + 16 * i);
+            times<16>(out.scales + 16 * i, lowest, out.minimums + 16 * i);
+        }
+    }
+    for (int64_t g = groups; g < out.stride; g++) out.scales[g] = out.minimums[g] = 0.0f;
+}
 
 [[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
     if (ask_second_level) __builtin_prefetch(p, 0, 2);
@@ -127,31 +189,25 @@ template <class P, int bits, int at, int R, int H>
 
 // R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
 template <class T, int bits, int H, int R>
-static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead,
-                               float* out) {
+static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by,
+                               int64_t row, bool ahead, float* out) {
     using P = CodeProduct<T>;
-    constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
     const uint8_t* from = a.weight.codes + row * row_bytes;
-    const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
-    const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
     Vector total[R][H];
     Vector part[R][H];
     for (int r = 0; r < R; r++)
         for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
-    for (int64_t g = 0; g < groups; g += W) {
-        const int n = static_cast<int>(groups - g < W ? groups - g : W);
+    for (int64_t g = 0; g < groups; g += Vector::width)
         for (int r = 0; r < R; r++) {
-            const T* p = minimums + r * groups + g;
-            const Vector m = n == W ? load(p) : load(p, n);
+            const Vector m = load(by.minimums + r * by.stride + g);
             for (int h = 0; h < H; h++)
                 total[r][h] = fma(m, load(in.sums + h * in.groups_stride + g), total[r][h]);
         }
-    }
     int64_t g = 0;
     const auto end_group = [&]() {
         for (int r = 0; r < R; r++) {
-            const Vector scale = broadcast(number(scales + r * groups + g));
+            const Vector scale = broadcast(by.scales[r * by.stride + g]);
             for (int h = 0; h < H; h++) {
                 total[r][h] = fma(part[r][h], scale, total[r][h]);
                 part[r][h] = broadcast(0.0f);
@@ -185,19 +241,24 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
         for (int h = 0; h < H; h++) out[h * kTile + r] = sum_of(total[r][h]);
 }
 
-// `count` outputs of H tokens.
+// `count` outputs of H tokens; by: the scales of these rows.
 template <class T, int bits, int H>
-static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64_t first,
-                               int64_t count, bool ahead, float* out) {
+static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by,
+                               int64_t first, int64_t count, bool ahead, float* out) {
+    const auto from = [&](int64_t r) {
+        return GroupScales{by.scales + r * by.stride, by.minimums + r * by.stride, by.stride};
+    };
     if constexpr (CodeProduct<T>::scaled) {
         for (int64_t r = 0; r < count; r++)
-            CodeProduct<T>::template row<bits, H>(a, in, first + r, ahead, out + r);
+            CodeProduct<T>::template row<bits, H>(a, in, from(r), first + r, ahead, out + r);
     } else {
         constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
         constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
         int64_t r = 0;
-        for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
-        for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
+        for (; r + R <= count; r += R)
+            packed_rows<T, bits, H, R>(a, in, from(r), first + r, ahead, out + r);
+        for (; r < count; r++)
+            packed_rows<T, bits, H, 1>(a, in, from(r), first + r, ahead, out + r);
     }
 }
 
@@ -240,6 +301,12 @@ static void packed_linear_in(const PackedLinear& a) {
                     rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
     const auto compute = [&](int64_t first) {
         const int64_t count = a.O - first < kTile ? a.O - first : kTile;
+        auto* const room = static_cast<float*>(
+            workspace(2, 2 * kTile * groups_stride * static_cast<int64_t>(sizeof(float))));
+        const GroupScales by{room, room + kTile * groups_stride, groups_stride};
+        for (int64_t r = 0; r < count; r++)
+            fill_scales<T>(a, first + r,
+                           {by.scales + r * by.stride, by.minimums + r * by.stride, by.stride});
         for (int64_t t = 0; t < a.T;) {
             const bool ahead = t == 0;
             float out[most * kTile];
@@ -247,10 +314,10 @@ static void packed_linear_in(const PackedLinear& a) {
                                scales + t * groups_stride, groups_stride};
             const int64_t left = a.T - t;
             int64_t H = 1;
-            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, first, count, ahead, out), H = most;
-            else if (left >= 4) packed_tile<T, bits, 4>(a, in, first, count, ahead, out), H = 4;
-            else if (left >= 2) packed_tile<T, bits, 2>(a, in, first, count, ahead, out), H = 2;
-            else packed_tile<T, bits, 1>(a, in, first, count, ahead, out);
+            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, by, first, count, ahead, out), H = most;
+            else if (left >= 4) packed_tile<T, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
+            else if (left >= 2) packed_tile<T, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
+            else packed_tile<T, bits, 1>(a, in, by, first, count, ahead, out);
             for (int64_t h = 0; h < H; h++, t++)
                 finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,
                                static_cast<T*>(a.out) + t * a.O);
@@ -265,7 +332,7 @@ template <class T>
 static void packed_linear(const PackedLinear& a) {
     if (a.weight.bits == 4) return packed_linear_in<T, 4>(a);
     if (a.weight.bits == 8) return packed_linear_in<T, 8>(a);
-    if constexpr (sizeof(T) == sizeof(float)) packed_linear_in<T, 6>(a);
+    if constexpr (CodeProduct<T>::scaled || sizeof(T) == sizeof(float)) packed_linear_in<T, 6>(a);
 }
 
 // Weights of a span of a block as numbers, into `out`, the numbers of the block.
@@ -273,7 +340,7 @@ template <class T, int bits, int at>
 static inline void unpack_span(const uint8_t* block, float scale, float minimum, T* out) {
     const Vector s = broadcast(scale), m = broadcast(minimum);
     for (int64_t j = 0; j < kSpan<bits>; j += Vector::width)
-        store(out + at + j, fma(codes_at<Product<float>, bits, at>(block, j), s, m));
+        store(out + at + j, fma(codes_at<CodeProduct<float>, bits, at>(block, j), s, m));
 }
 
 template <class T, int bits>

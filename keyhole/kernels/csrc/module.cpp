@@ -243,10 +243,12 @@ Packed packed(int64_t bits, int64_t group, Address codes, Address scales, Addres
 
 void packed_linear(int dtype, int64_t T, int64_t I, int64_t O, int64_t bits, int64_t group,
                    Address x, int64_t x_stride, Address codes, Address scales, Address minimums,
-                   Address bias, Address out) {
+                   std::tuple<Address, Address, bool> blocks, Address bias, Address out) {
+    const auto [of_blocks, of_groups, minimums_of_groups] = blocks;
     path.packed_linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride,
-                         packed(bits, group, codes, scales, minimums), at<void>(bias),
-                         at<void>(out)});
+                         packed(bits, group, codes, scales, minimums),
+                         {at<void>(of_blocks), at<void>(of_groups), minimums_of_groups},
+                         at<void>(bias), at<void>(out)});
 }
 
 void unpack(int dtype, int64_t I, int64_t O, int64_t bits, int64_t group, Address codes,

@@ -18,7 +18,14 @@ from keyhole.kernels.reference.attention import (
     sparse_prefill,
     weights_over,
 )
-from keyhole.kernels.reference.packed import PackedWeight, join_codes, pack, packed_linear, unpack
+from keyhole.kernels.reference.packed import (
+    BlockWeight,
+    PackedWeight,
+    join_codes,
+    pack,
+    packed_linear,
+    unpack,
+)
 from keyhole.kernels.reference.page_selection import (
     bound_scores,
     page_bounds,
@@ -47,6 +54,7 @@ from keyhole.kernels.reference.quantised import dequantised, is_quantised, quant
 from keyhole.kernels.reference.rope import apply_rope, shift_rope
 
 __all__ = [
+    "BlockWeight",
     "PackedWeight",
     "append",
     "apply_rope",

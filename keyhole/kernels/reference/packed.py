@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,49 @@ class PackedWeight(NamedTuple):
     def rows(self, which: slice | Tensor) -> PackedWeight:
         """The weight of some outputs."""
         return PackedWeight(self.codes[which], self.scales[which], self.minimums[which], self.bits)
+
+
+class BlockWeight(NamedTuple):
+    """A weight [O, I] in llama.cpp's blocks, with I a multiple of 64.
+
+    codes: uint8 [O, I * bits / 8], as in `PackedWeight`. block_scales: float16 numbers, as their
+    bytes: uint8 [O, I / 32, 2] the scale of each block; or [O, I / 256, 2] that of a block's
+    scales; or [O, I / 256, 4], and that of its minimums. group_scales: in these, int8 [O, 1,
+    I / 16] the scale of each group, or uint8 [O, 2, I / 32] its scale and minimum; [O, 0, 0] for
+    blocks of one group. bits: 4, 6 or 8. Without minimums a code stands for itself less
+    2**bits / 2.
+    """
+
+    codes: Tensor
+    block_scales: Tensor
+    group_scales: Tensor
+    bits: int
+
+    def rows(self, which: slice | Tensor) -> BlockWeight:
+        """The weight of some outputs."""
+        codes, block_scales, group_scales = (part[which] for part in self[:3])
+        return BlockWeight(codes, block_scales, group_scales, self.bits)
+
+    @classmethod
+    def beside(cls, weights: Sequence[BlockWeight], count: int) -> BlockWeight:
+        """Weights of one format, each of `count` matrices, as those with the rows of all.
+
+        The first has the first rows of every matrix.
+        """
+        columns = zip(*(weight[:3] for weight in weights), strict=True)
+        parts = [torch.cat([x.unflatten(0, (count, -1)) for x in one], 1) for one in columns]
+        codes, block_scales, group_scales = (part.flatten(0, 1) for part in parts)
+        return cls(codes, block_scales, group_scales, weights[0].bits)
+
+    def expand(self) -> PackedWeight:
+        """The same weight with scales and minimums of all groups, in float32."""
+        scales = self.block_scales.view(torch.float16).float().mT  # [O, 1 or 2, blocks]
+        if self.group_scales.shape[1]:
+            groups = self.group_scales.unflatten(2, (scales.shape[2], -1))
+            scales = (scales[..., None] * groups).flatten(2)
+        scale, *minimums = scales.unbind(1)
+        minimum = minimums[0].neg() if minimums else scale * -(1 << self.bits - 1)
+        return PackedWeight(self.codes, scale.contiguous(), minimum.contiguous(), self.bits)
 
 
 def pack(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
@@ -106,6 +150,14 @@ def unpack(packed: PackedWeight) -> Tensor:
     return weight.flatten(1).to(scales.dtype)
 
 
-def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """X W^T + bias of a packed weight; x [..., I], bias [O]. Fast for a few tokens."""
+def packed_linear(
+    x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
+) -> Tensor:
+    """X W^T + bias of a packed weight; x [..., I], bias [O]. Fast for a few tokens.
+
+    With a weight in blocks it is computed in float32, with the numbers as stored.
+    """
+    if isinstance(packed, BlockWeight):
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), unpack(packed.expand()), wide_bias).to(x.dtype)
     return F.linear(x, unpack(packed), bias)

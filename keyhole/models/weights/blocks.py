@@ -10,64 +10,19 @@ A row of a matrix is cut into blocks with scales of their own (ggml-quants.c in 
 
 d and e are float16, s and m whole numbers of 6 bits, in Q6_K of 8 bits with a sign. Each format is
 an affine code of groups of weights, as `kernels.packed_linear` multiplies them; the codes are put
-in its order once. Codes of 5 bits take 6. The scales stay as small as they are and are expanded to
-float32 at each product, which holds them exactly.
+in its order once. Codes of 5 bits take 6. The scales stay as small as they are; products make them
+float32, which holds them exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from keyhole.kernels import PackedWeight, join_codes
+from keyhole.kernels import BlockWeight, join_codes
 
 #: Weights of a group of Q4_K and Q5_K.
 _GROUP = 32
-
-
-class BlockWeight(NamedTuple):
-    """A weight [O, I] in blocks, with I a multiple of 64.
-
-    codes: uint8 [O, I * bits / 8], as in `PackedWeight`. block_scales: float16 numbers, as their
-    bytes: uint8 [O, I / 32, 2] the scale of each block; or [O, I / 256, 2] that of a block's
-    scales; or [O, I / 256, 4], and that of its minimums. group_scales: in these, int8 [O, I / 16,
-    1] the scale of each group, or uint8 [O, I / 32, 2] its scale and minimum; [O, 0, 2] for blocks
-    of one group. bits: 4, 6 or 8. Without minimums a code stands for itself less 2**bits / 2.
-    """
-
-    codes: Tensor
-    block_scales: Tensor
-    group_scales: Tensor
-    bits: int
-
-    def rows(self, which: slice | Tensor) -> BlockWeight:
-        """The weight of some outputs."""
-        codes, block_scales, group_scales = (part[which] for part in self[:3])
-        return BlockWeight(codes, block_scales, group_scales, self.bits)
-
-    @classmethod
-    def beside(cls, weights: Sequence[BlockWeight], count: int) -> BlockWeight:
-        """Weights of one format, each of `count` matrices, as those with the rows of all.
-
-        The first has the first rows of every matrix.
-        """
-        columns = zip(*(weight[:3] for weight in weights), strict=True)
-        parts = [torch.cat([x.unflatten(0, (count, -1)) for x in one], 1) for one in columns]
-        codes, block_scales, group_scales = (part.flatten(0, 1) for part in parts)
-        return cls(codes, block_scales, group_scales, weights[0].bits)
-
-    def expand(self) -> PackedWeight:
-        """The same weight with scales and minimums of all groups, in float32."""
-        scales = self.block_scales.view(torch.float16).float()
-        if self.group_scales.shape[1]:
-            groups = self.group_scales.unflatten(1, (scales.shape[1], -1))
-            scales = (scales[:, :, None] * groups).flatten(1, 2)
-        scale, *minimums = scales.unbind(2)
-        minimum = minimums[0].neg() if minimums else scale * -(1 << self.bits - 1)
-        return PackedWeight(self.codes, scale.contiguous(), minimum, self.bits)
 
 
 def from_q8_0(data: Tensor) -> BlockWeight:
@@ -115,7 +70,7 @@ def from_q6_k(data: Tensor) -> BlockWeight:
     lower = blocks[..., :128].unflatten(2, (2, 1, 64)) >> _shifts(data, 2, 4) & 15
     upper = blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> _shifts(data, 4, 2) & 3
     codes = join_codes(lower.flatten(1) | upper.flatten(1) << 4, 6)
-    scales = blocks[..., 192:208].reshape(len(data), -1, 1).view(torch.int8)
+    scales = blocks[..., 192:208].reshape(len(data), 1, -1).view(torch.int8)
     return BlockWeight(codes, blocks[..., 208:].contiguous(), scales, 6)
 
 
@@ -125,18 +80,18 @@ def _shifts(data: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _groups(blocks: Tensor) -> Tensor:
-    """The scale and the minimum of each group, uint8 [O, I / 32, 2], from Q4_K or Q5_K blocks."""
+    """The scale and the minimum of each group, uint8 [O, 2, I / 32], from Q4_K or Q5_K blocks."""
     packed = blocks[..., 4:16]
     first, second, rest = packed.split(4, 2)
     # The first four scales and minimums are 6 bits of a byte; the two bits above them belong to the
     # other four, whose lower bits share a byte.
     scales = torch.cat([first & 63, (rest & 15) | (first >> 6) << 4], 2)
     minimums = torch.cat([second & 63, (rest >> 4) | (second >> 6) << 4], 2)
-    return torch.stack([scales, minimums], 3).flatten(1, 2)
+    return torch.stack([scales.flatten(1), minimums.flatten(1)], 1)
 
 
 def _no_groups(data: Tensor) -> Tensor:
-    return data.new_empty(len(data), 0, 2)
+    return data.new_empty(len(data), 0, 0)
 
 
 #: How each format is read, by its name.

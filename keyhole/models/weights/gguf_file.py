@@ -27,11 +27,11 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from keyhole.errors import ModelError, one_line
+from keyhole.kernels import BlockWeight
 from keyhole.models import checkpoint, families
 from keyhole.models.checkpoint import KeptSize
 from keyhole.models.locate import ModelFiles
 from keyhole.models.weights import blocks, gguf_rope
-from keyhole.models.weights.blocks import BlockWeight
 from keyhole.models.weights.packing import (
     BLOCK,
     EXPERTS,

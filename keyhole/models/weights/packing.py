@@ -21,17 +21,14 @@ from torch import Tensor, nn
 
 from keyhole import kernels
 from keyhole.errors import ConfigError, ModelError
-from keyhole.kernels import PackedWeight
+from keyhole.kernels import BlockWeight, PackedWeight
 from keyhole.kernels.cpu import most_tokens
-from keyhole.models.weights.blocks import BlockWeight
 from keyhole.models.weights.weight_format import WeightFormat
 
 #: Tokens up to which the products with codes are faster than unpacking (benchmarks/LOG.md).
 _FEW = 32
 #: Weights that are unpacked at a time: in 16 bits they stay in a processor's cache.
 _AT_ONCE = 1 << 20
-#: Weights of blocks whose scales are expanded at a time: a megabyte, which stays in a cache.
-_SCALED_AT_ONCE = 1 << 22
 #: Inputs of a layer must be a multiple of this, and of the group size.
 BLOCK = 64
 #: Layers whose outputs choose experts or tokens (an indexer's), and those whose weights attention
@@ -95,7 +92,7 @@ class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]
 
 
 class _Blocks(_Packed):
-    """The tensors of a weight in llama.cpp's blocks; products are computed in float32."""
+    """The tensors of a weight in llama.cpp's blocks."""
 
     block_scales: Tensor
     group_scales: Tensor
@@ -130,7 +127,7 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, with the weights exactly as stored."""
-        return _product_of_blocks(self, input, range(self.out_features), self.bias)
+        return kernels.packed_linear(input, self._blocks, self.bias)
 
 
 class BlockEmbedding(_Blocks, PackedEmbedding):  # type: ignore[override]
@@ -148,8 +145,9 @@ class BlockMatrices(_Blocks, nn.Module):
         """X W^T of one expert: x [T, I] to [T, O]."""
         count = len(self.codes) // num_experts
         outputs = range(expert * count, (expert + 1) * count)
-        few = len(x) <= _FEW
-        return (_product_of_blocks if few else _product_of_many)(self, x, outputs, None)
+        if len(x) > _FEW:
+            return _product_of_many(self, x, outputs, None)
+        return kernels.packed_linear(x, self._blocks.rows(slice(outputs.start, outputs.stop)))
 
 
 class BlockExperts(nn.Module):
@@ -170,16 +168,6 @@ class BlockExperts(nn.Module):
             share = top_k_weights[tokens, places, None]
             out.index_add_(0, tokens, (found * share).to(out.dtype))
         return out
-
-
-def _product_of_blocks(weight: _Blocks, x: Tensor, outputs: range, bias: Tensor | None) -> Tensor:
-    """X W^T + bias of some outputs of a weight, from its codes, in float32."""
-    wide, parts = x.float(), _parts(outputs, _SCALED_AT_ONCE // x.shape[-1])
-    found = [
-        kernels.packed_linear(wide, weight.rows(rows), None if bias is None else bias[rows].float())
-        for rows in parts
-    ]
-    return torch.cat(found, -1).to(x.dtype)
 
 
 def _product_of_many(weight: _Packed, x: Tensor, outputs: range, bias: Tensor | None) -> Tensor:

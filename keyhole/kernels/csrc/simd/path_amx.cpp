@@ -55,7 +55,7 @@ void linear(const Linear& a) {
 void packed_linear(const PackedLinear& a) {
     // Two tokens have few enough products for vectors, which need not wait for whole rows of codes.
     const bool fit = a.dtype == DType::bfloat16 && a.O >= kTile && a.T > 2 && a.T <= kMostTokens &&
-                     a.weight.group % 32 == 0;
+                     a.weight.group % 32 == 0 && !a.blocks.of_blocks;
     if (fit && a.weight.bits == 4) return matrix_packed_linear<4>(a);
     if (fit && a.weight.bits == 8) return matrix_packed_linear<8>(a);
     avx512_path.packed_linear(a);

@@ -1,6 +1,6 @@
 // Sixteen codes of 6 bits as bytes: four bits of `low`, and two of `high` above them.
 template <int quarter>
-static inline __m128i six_bits(__m128i low, __m128i high) {
+static inline __m128i six_bit_bytes(__m128i low, __m128i high) {
     if (quarter >= 2) low = _mm_srli_epi16(low, 4);
     if (quarter < 2) high = _mm_slli_epi16(high, 4 - 2 * quarter);
     if (quarter == 3) high = _mm_srli_epi16(high, 2);

@@ -90,7 +90,7 @@ static inline Vector codes(const uint8_t* p) {
 // Codes of 6 bits, of a quarter of a block of 64 weights, as floats: see `Packed`.
 template <int quarter>
 static inline Vector six_bit_codes(const uint8_t* low, const uint8_t* high) {
-    const __m128i whole = six_bits<quarter>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
+    const __m128i whole = six_bit_bytes<quarter>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
                                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(whole))};
 }

@@ -17,6 +17,12 @@ struct WholeProduct {
         if (part == lower_half) return _mm256_and_si256(x, _mm256_set1_epi16(15));
         return part == upper_half ? _mm256_srli_epi16(x, 4) : x;
     }
+    template <int quarter>
+    static Key six_bits(const uint8_t* low, const uint8_t* high) {
+        return _mm256_cvtepu8_epi16(six_bit_bytes<quarter>(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(high))));
+    }
     static Sum add(Sum sum, const int16_t* q, Key k) {
         const __m256i query = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
         return _mm256_add_epi32(sum, _mm256_madd_epi16(query, k));
@@ -45,35 +51,34 @@ struct WholeProduct {
         if (top <= least && scale == scale) sum = 0.0f;
     }
 
-    // An output of H tokens: out[h * kTile]. One or two tokens are faster if the loops know their group.
+    // An output of H tokens: out[h * kTile]. One or two are faster if the loops know their group.
     template <int bits, int H>
-    static void row(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead, float* out) {
-        if (H <= 2 && a.weight.group == 32) return row_of<bits, H, 32>(a, in, row, ahead, out);
-        if (H <= 2 && a.weight.group == 64) return row_of<bits, H, 64>(a, in, row, ahead, out);
-        row_of<bits, H, 0>(a, in, row, ahead, out);
+    static void row(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by, int64_t row,
+                    bool ahead, float* out) {
+        if (H <= 2 && bits == 6 && a.weight.group == 16)
+            return row_of<bits, H, 16>(a, in, by, row, ahead, out);
+        if (H <= 2 && a.weight.group == 32) return row_of<bits, H, 32>(a, in, by, row, ahead, out);
+        if (H <= 2 && bits != 6 && a.weight.group == 64) return row_of<bits, H, 64>(a, in, by, row, ahead, out);
+        row_of<bits, H, 0>(a, in, by, row, ahead, out);
     }
     // known: inputs of a group, or 0: as `a` says.
     template <int bits, int H, int known>
-    static void row_of(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead,
-                       float* out) {
+    static void row_of(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by, int64_t row,
+                       bool ahead, float* out) {
         constexpr int W = Vector::width, bytes = kBlock * bits / 8;
         const int64_t group = known ? known : a.weight.group, groups = a.I / group;
         const uint8_t* block = a.weight.codes + row * (a.I * bits / 8);
         const int16_t* x = in.rows;
-        const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
-        const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
         Vector total[H];
         Sum part[1][H];
         for (int h = 0; h < H; h++) total[h] = broadcast(0.0f), part[0][h] = _mm256_setzero_si256();
         for (int64_t g = 0; g < groups; g += W) {
             const int n = static_cast<int>(groups - g < W ? groups - g : W);
-            const Vector s = n == W ? load(scales + g) : load(scales + g, n);
-            const Vector m = n == W ? load(minimums + g) : load(minimums + g, n);
             float scale[H][W];
             for (int h = 0; h < H; h++) {
                 const int64_t at = h * in.groups_stride + g;
-                store(scale[h], s * load(in.scales + at));
-                total[h] = fma(m, load(in.sums + at), total[h]);
+                store(scale[h], load(by.scales + g) * load(in.scales + at));
+                total[h] = fma(load(by.minimums + g), load(in.sums + at), total[h]);
             }
             int k = 0;
             const auto end_group = [&]() {
@@ -88,8 +93,16 @@ struct WholeProduct {
                 for (int64_t i = 0; i < group; i += kBlock, x += kBlock, block += bytes) {
                     if (ahead) ask_for(block + kAhead);
                     add_span<WholeProduct, bits, 0>(block, 0, x, in.stride, part);
-                    if (group == 32) end_group();
+                    if constexpr (bits == 6) {
+                        if (group == 16) end_group();
+                        add_span<WholeProduct, bits, 16>(block, 0, x, in.stride, part);
+                    }
+                    if (group <= 32) end_group();
                     add_span<WholeProduct, bits, 32>(block, 0, x, in.stride, part);
+                    if constexpr (bits == 6) {
+                        if (group == 16) end_group();
+                        add_span<WholeProduct, bits, 48>(block, 0, x, in.stride, part);
+                    }
                 }
                 end_group();
             }

@@ -131,13 +131,14 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
                               const T* const* keys, int64_t D, float* scores,
                               const T* const* ahead) {
     using P = Product<T>;
-    constexpr int W = Vector::width, N = W / H;  // N keys at a time fill a vector with sums
+    // N keys at a time fill a vector with sums, or with five rows two.
+    constexpr int W = Vector::width, N = H == 5 ? 2 : W / H, vectors = (N * H + W - 1) / W;
     const int64_t whole = D / P::step * P::step;
     const int rest = static_cast<int>(D - whole);
     const Ahead<T> soon(ahead, D + Scaled<T>::bytes);
     for (int t = 0; t < kTile; t += N) {
-        Vector sum[W];
-        for (int i = 0; i < W; i++) sum[i] = broadcast(0.0f);
+        Vector sum[vectors * W];
+        for (int i = 0; i < vectors * W; i++) sum[i] = broadcast(0.0f);
         for (int64_t d = 0; d < whole; d += P::step) {
             typename P::Key k[N];
             soon.template ask_rows<N>(t, d);
@@ -154,8 +155,8 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
                 for (int j = 0; j < N; j++)
                     sum[h * N + j] = P::add(sum[h * N + j], query + h * stride + whole, k[j]);
         }
-        float all[W];
-        store(all, sums(sum));
+        float all[vectors * W];
+        for (int i = 0; i < vectors * W; i += W) store(all + i, sums(sum + i));
         for (int h = 0; h < H; h++)
             for (int j = 0; j < N; j++) scores[h * kTile + t + j] = all[h * N + j];
     }
@@ -167,6 +168,8 @@ static inline void score_all(const typename Product<T>::Query* query, int64_t st
                              const T* const* keys, int64_t D, float* scores,
                              const T* const* ahead) {
     int64_t row = 0;
+    if constexpr (Vector::width == 8)
+        if (rows == 5) return score_rows<T, 5>(query, stride, keys, D, scores, ahead);
     for (; row + 4 <= rows; row += 4)
         score_rows<T, 4>(query + row * stride, stride, keys, D, scores + row * kTile,
                          row ? nullptr : ahead);
