@@ -233,8 +233,8 @@ def _selecting(policy: Policy, shape: Checkpoint) -> Path | str | None:
     named: str | None = getattr(policy, kind, None)
     if named is None and not (shape.folder / beside).is_dir():
         print(
-            f"without the data of a {kind}: {shape.name!r} has no folder {beside!r}, and {kind}= "
-            "names no other",
+            f"the data of a {kind} is not counted: {shape.name!r} has no folder {beside!r}, and "
+            f"{kind}= names no other",
             file=sys.stderr,
         )
         return None
@@ -249,7 +249,7 @@ def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     layer = shape.layers[0]
     if layer.shared_values:
         raise ConfigError(
-            f"preset 'paper' counts keys and values of whole heads, and {shape.name!r} keeps "
+            f"preset 'paper' counts keys and values of whole heads, but {shape.name!r} caches "
             "latents; use --preset measured"
         )
     itemsize = ITEMSIZES["float16"]

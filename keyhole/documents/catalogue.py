@@ -242,7 +242,7 @@ class Catalogue:
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
             raise StorageFullError(
-                f"{more_bytes} bytes more do not fit into the limit of {limit_bytes} bytes of the "
+                f"{more_bytes} more bytes do not fit into the limit of {limit_bytes} bytes for "
                 f"documents at {self.place.url!r}: {total - free} of the {total} bytes there are "
                 "texts, or records that are pinned or in use; raise limit_bytes, or unpin or "
                 "remove documents"

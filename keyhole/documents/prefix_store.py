@@ -72,7 +72,7 @@ class PrefixStore:
         except (RecordError, OSError) as error:
             what = error.what if isinstance(error, RecordError) else str(error)
             _LOG.warning(
-                "the stored prefix %s/%s is not used: %s; its tokens are computed again",
+                "the stored prefix %s/%s cannot be used: %s; it is computed again",
                 self._place.url,
                 path,
                 what,

@@ -77,7 +77,7 @@ class Source:
                 ) from error
             return cls(source, body, sha256(body))
         if isinstance(source, bytes | bytearray):
-            raise ConfigError("a document is bytes; decode them, or give token ids")
+            raise ConfigError("a document must be text or token ids, not bytes; decode it first")
         ids = [int(token) if isinstance(token, np.integer) else token for token in source]
         wrong = [token for token in ids if not (is_count(token, 0) and token < 2**63)]
         if wrong:

@@ -143,8 +143,8 @@ class DocumentStore:
         for other in infos:
             if other.encoded and other.block_size != block_size:
                 raise ConfigError(
-                    f"block_size {block_size} of document {name!r} must be {other.block_size}: "
-                    f"document {other.name!r} has the same text, in blocks of that size"
+                    f"block_size {block_size} of document {name!r} must be {other.block_size}, "
+                    f"because document {other.name!r} has the same text in blocks of that size"
                 )
 
     def add(
@@ -378,9 +378,8 @@ class DocumentStore:
             where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
             if error.errno in _NO_SPACE:
                 raise StorageFullError(
-                    f"{where}; the store is unchanged; free disk space, remove documents, or "
-                    "choose "
-                    "another place"
+                    f"{where}; the store is unchanged; free disk space, remove documents, or use "
+                    "another folder"
                 ) from error
             if error.errno == EMFILE:
                 where += "; name fewer documents, or allow more open files: `ulimit -n`"

@@ -96,7 +96,7 @@ class Engine:
         self.max_length = longest(model, config)
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if copies is not None and config.offload is not None:
-            raise ConfigError("copies of prompts go to engines without offload=; leave one out")
+            raise ConfigError("copies of prompts cannot be combined with offload=; leave one out")
         draft = load_draft(config.draft_folder, model) if config.drafts_by_model else None
         if draft is not None:
             # Steps of a draft model are launched one by one, and its data stay with this engine.
@@ -264,7 +264,8 @@ class Engine:
         params = self._resolve(params, num_tokens, under, stored=stored)
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
-                "draft='eagle3' keeps no keys of stored documents; leave one of them out"
+                "draft='eagle3' cannot be used with stored documents, because the draft has no "
+                "keys for them; leave one of them out"
             )
         if context is not None:
             self._document_prefill(under).check(context)
@@ -344,7 +345,7 @@ class Engine:
         if self.model.rope is not None and len(tokens) >= limit:
             what = "stored documents" if stored else f"policy {under.policy.name!r}"
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens, under {what} this model takes at most "
+                f"the prompt has {len(tokens)} tokens, but under {what} this model takes at most "
                 f"{limit - 1} and one new token ({self.model.rope.reason})"
             )
         most = self._resolve(params, len(tokens), under, stored=stored).max_tokens

@@ -401,8 +401,8 @@ def require_shared_group(policy: str, share_group: bool) -> None:
     """ConfigError for layers that are offloaded, and a selection per query head."""
     if not share_group:
         raise ConfigError(
-            f"policy {policy!r} with offload= needs share_group=True: offloaded layers load one "
-            "list per KV head"
+            f"policy {policy!r} with offload= needs share_group=True, because offloaded layers "
+            "load one selection per KV head"
         )
 
 
@@ -413,8 +413,8 @@ def require_in_budget(policy: Policy, setting: str) -> None:
     """
     if policy.outside_budget():
         raise ConfigError(
-            f"policy {policy.name!r} with offload= needs {setting}: what is loaded of offloaded "
-            "layers is bounded by token_budget"
+            f"policy {policy.name!r} with offload= needs {setting}, because offloaded layers load "
+            "at most token_budget tokens"
         )
 
 

@@ -261,8 +261,8 @@ class RetrievalHead(nn.Module):
                 else ("not stretched; give from_eagle3 a max_length")
             )
             warnings.warn(
-                f"the retrieval head was trained at {trained} tokens and has to select among "
-                f"{length}: heads select worse beyond their trained length (RoPE {stretched})",
+                f"the retrieval head was trained on up to {trained} tokens, but the context may "
+                f"have {length}: it selects worse beyond its trained length (RoPE {stretched})",
                 RuntimeWarning,
                 stacklevel=2,
             )

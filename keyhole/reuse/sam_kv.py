@@ -172,7 +172,7 @@ class SamKV(Reuse):
 
     def _stable(self, geometry: Geometry) -> tuple[int, ...]:
         if self.layers is not None and self.stable_layers is not None:
-            raise ConfigError("give either layers (a file) or stable_layers")
+            raise ConfigError("give either layers (a file) or stable_layers, not both")
         stable: tuple[int, ...] | None = self.stable_layers
         if stable is None:
             source = geometry.stability if self.layers is None else Path(self.layers)
@@ -241,7 +241,8 @@ class SamKV(Reuse):
             if document.block_size != self.block_size:
                 raise ConfigError(
                     f"document {document.name!r} is stored in blocks of {document.block_size} "
-                    f"tokens, block_size is {self.block_size}; make them equal, or store it again"
+                    f"tokens, but block_size is {self.block_size}; set block_size="
+                    f"{document.block_size}, or store the document again"
                 )
         return Blocks.of(documents)
 
@@ -375,7 +376,7 @@ class Stability:
         names = set(cls.__dataclass_fields__)
         if not isinstance(stored, dict) or set(stored) != names:
             raise ConfigError(
-                f"{str(path)!r} holds no stable layers: it must be an object with {sorted(names)}"
+                f"{str(path)!r} has no stable layers: it must be a JSON object with {sorted(names)}"
             )
         for name in ("num_layers", "num_documents", "block_size"):
             _check(path, name, stored[name], is_count(stored[name]), "a whole number >= 1")
@@ -394,8 +395,8 @@ class Stability:
         """ConfigError unless the file was made for a model with this many layers."""
         if self.num_layers != num_layers:
             raise ConfigError(
-                f"stable layers of {self.model!r} are for {self.num_layers} layers, "
-                f"this model has {num_layers}"
+                f"the stable layers of {self.model!r} are for {self.num_layers} layers, but this "
+                f"model has {num_layers}"
             )
 
 

@@ -204,7 +204,7 @@ def test_a_setting_of_a_template_is_nothing_else(address: str, name: str) -> Non
         "chat_template_kwargs": {name: False},
     }
     error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
-    assert error["message"] == f"{name!r} is no setting of a chat template; leave it out of them"
+    assert error["message"] == f"{name!r} cannot be given to a chat template; leave it out"
 
 
 @pytest.mark.parametrize("place", BEGIN)

@@ -214,8 +214,8 @@ class Documents:
         except ConfigError as error:  # for example, a read-only store
             raise ConfigError(
                 f"document {name!r} was stored without keys of this retrieval head, and they "
-                f"cannot be added: {error}; let it be asked once where the place can be written, "
-                "or choose another policy"
+                f"cannot be added: {error}; ask about it once where the store is writable, or "
+                "use another policy"
             ) from error
 
     def _encode(
@@ -299,8 +299,8 @@ class Documents:
             longest, reason = rope.threshold, rope.reason
         if len(tokens) >= longest:
             raise PromptTooLongError(
-                f"document {name!r} has {len(tokens)} tokens, this model takes at most "
-                f"{longest - 1} in one piece ({reason}); cut it"
+                f"document {name!r} has {len(tokens)} tokens, but this model takes at most "
+                f"{longest - 1} ({reason}); split it into parts"
             )
         return tokens
 

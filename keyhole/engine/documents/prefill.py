@@ -96,17 +96,17 @@ class DocumentPrefill:
             if wanted is not None and document.block_size != wanted:
                 raise ConfigError(
                     f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
-                    f"{document.block_size}, as document {document.info.name!r} was encoded with"
+                    f"{document.block_size}, with which document {document.info.name!r} was encoded"
                 )
 
         if self._policy.reads_queries:
             raise ConfigError(
-                f"policy {self._policy.name!r} needs the queries of a prompt, and documents are "
-                "stored without theirs; use reuse='recompute', or another policy"
+                f"policy {self._policy.name!r} needs the queries of a prompt, but documents are "
+                "stored without their queries; use reuse='recompute', or another policy"
             )
         if not self._policy.shares_pages and not context.reuse.keeps_all:
             raise ConfigError(
-                f"policy {self._policy.name!r} needs every token of a prompt, and reuse method "
+                f"policy {self._policy.name!r} needs every token of a prompt, but reuse method "
                 f"{context.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
                 "'cacheblend' or 'epic', or another policy"
             )

@@ -91,8 +91,8 @@ def _text_of(tokenizer: Any, question: Prompt) -> str:
         return str(question)
     if tokenizer is None:
         raise RequestError(
-            "documents are compared with the text of a question, and this model has no tokenizer; "
-            "leave max_documents out"
+            "max_documents compares documents with the text of the question, but this model has "
+            "no tokenizer; leave it out"
         )
     return str(tokenizer.decode(ids))
 
@@ -101,7 +101,7 @@ def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; leave chat out")
     if not isinstance(prefix, str) or not isinstance(question, str):
-        raise RequestError("a chat's prefix and question are text, not token ids")
+        raise RequestError("with chat, prefix and question must be text, not token ids")
     message = {"role": "user", "content": f"{prefix}{_MARK}{question}"}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     before, mark, after = text.partition(_MARK)

@@ -212,7 +212,7 @@ def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Ten
     finally:
         target.set_attn_implementation(implementation)
     if not out.logits.isfinite().all():
-        raise NumericalError(f"the target gives NaN under gates on a text of {length} tokens")
+        raise NumericalError(f"with gates the model computes NaN for a text of {length} tokens")
     logits: Tensor = out.logits[0].float()
     return logits
 

@@ -233,5 +233,5 @@ def test_a_draft_that_is_not_of_one_layer_is_refused(tmp_path: Path, layers: Any
     path = make_draft(tmp_path, **DRAFT)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="only drafts of one layer propose tokens"):
+    with pytest.raises(ModelError, match="only drafts of one layer can propose tokens"):
         DraftModel.from_eagle3(path, make_network(make_config("llama_group3", **FIELDS)))
