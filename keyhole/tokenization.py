@@ -192,7 +192,8 @@ def _plain(message: object) -> dict[str, Any]:
         content = "\n".join(_text(part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(
-            f"the content of a message must be a string or a list of text parts, not {message!r}"
+            "a message must have a string or a list of text parts as its 'content', unlike "
+            f"{message!r}"
         )
     return {**message, "content": content}
 

@@ -115,7 +115,7 @@ class SentenceEncoder:
         self.digest = _digest(place)
 
     def passages(self, text: str) -> list[str]:
-        """Overlapping parts of the text that the model takes as a whole."""
+        """Overlapping parts of the text, each short enough for the model."""
         found = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

@@ -1,7 +1,7 @@
 """The source of a document, as a file: one line of JSON, then the text or its token ids.
 
-The first line describes the document; any model can encode it again from the rest. A document is
-stored as long as this file exists; records refer to it by the digest of the source.
+The first line describes the document; any model can encode it again from the rest. A document
+exists as long as this file does; records refer to it by the digest of the source.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class DocumentStore:
     def require_blocks(self, name: str, source: str | Sequence[int], block_size: int) -> None:
         """ConfigError if this model has the text under another name in blocks of another size.
 
-        Names with the same text share its record.
+        Documents with the same text share a record.
         """
         with self._told("read"):
             index = self._catalogue.index
@@ -215,7 +215,7 @@ class DocumentStore:
         return self.open_all([name])[0]
 
     def open_all(self, names: Sequence[str]) -> builtins.list[StoredDocument]:
-        """`open` for each of these names, which differ: all are open afterwards, or none.
+        """Opens several documents of different names: either all of them or, on an error, none.
 
         The records are checked in threads, and the index counts the hits in one transaction.
         """

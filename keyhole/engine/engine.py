@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
@@ -257,15 +257,15 @@ class Engine:
         float32 on the CPU. reuse_approximate: cached pages of a sparse decode may serve as prompt.
         context: the stored documents that the prompt begins with. after: a request with the same
         prompt, whose computation this one waits for and shares. under: the result of `under`; None:
-        the engine's policy. caller: whose request it is; those of several callers take turns.
+        the engine's policy. caller: identifies who sent the request; the requests of different
+        callers take turns.
         """
         under, stored = under or self._own, context is not None
         num_tokens = len(prompt) + len(given)
         params = self._resolve(params, num_tokens, under, stored=stored)
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
-                "draft='eagle3' cannot be used with stored documents, because the draft has no "
-                "keys for them; leave one of them out"
+                "draft='eagle3' cannot be used with stored documents; leave one of them out"
             )
         if context is not None:
             self._document_prefill(under).check(context)

@@ -162,7 +162,7 @@ class HeadRunner:
 
 
 def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | None:
-    """Loads the gate that the policy names, or else the one beside the model's weights.
+    """Loads the gate that the policy names, or else the one next to the model's weights.
 
     None for a policy that wants none. ConfigError if there is none; ModelError if it is damaged or
     of another model.

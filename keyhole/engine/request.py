@@ -48,7 +48,7 @@ def check_tokens(
     """RequestError for tokens or parameters that the model does not support.
 
     PromptTooLongError if no new token fits below `max_length`; UnknownNameError for a LoRA adapter
-    that it does not have.
+    that is not loaded.
     """
     adapter_number(params.adapter, model)
     if not tokens:
@@ -97,7 +97,7 @@ def _check_ids(name: str, ids: Iterable[int], count: int) -> None:
 
 
 def adapter_number(name: str | None, model: Model) -> int:
-    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that the LLM has not."""
+    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that is not loaded."""
     try:
         return model.adapters.number(name)
     except ValueError:

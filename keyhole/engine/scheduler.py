@@ -112,8 +112,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue, where callers take turns.
 
-        Start-time fair queueing: a caller's next request has the turn after its last one, or the
-        current turn if it has had none for long. The requests of one caller stay in order.
+        Start-time fair queueing: a caller's next request gets the turn after its last one, or the
+        current turn if that one is past. The requests of one caller stay in order.
         """
         turn = max(self._turn, self._next_turns.get(sequence.caller, 0))
         if len(self._next_turns) >= _MOST_CALLERS:

@@ -38,7 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What a draft has besides its head.
+    """The shape of the parts of a draft that its head does not have.
 
     mlp_size: width of its MLP. vocab_size: tokens that it can propose. output_bias: of the output
     projection of attention. norm_before_residual: the layer adds to the normed features, not to
@@ -93,7 +93,7 @@ def _rows(draft: HeadCheckpoint, key: str) -> int:
 def draft_weights(
     draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape, output: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a draft besides its head's, under its own parameter names.
+    """The tensors of a draft without those of its head, under its own parameter names.
 
     output: the target's output embedding, for a draft without its own. ModelError names a missing
     tensor.

@@ -2,7 +2,7 @@
 
 In every layer, the queries of a KV head's group become one gate query, and the pooled keys of a
 block (their largest, smallest and mean numbers) become one gate key; a block's score is their
-product. A gate is trained by `keyhole train-head --objective gate` and lies in a folder beside the
+product. A gate is trained by `keyhole train-head --objective gate`, and its folder is next to the
 weights:
 
     config.json           block_size, and model_type "keyhole_seer_gate"
@@ -58,8 +58,8 @@ class GateLayer(nn.Module):
 class SeerGate(nn.Module):
     """The gates of a model's layers, by their number in the model.
 
-    block_size: tokens of the blocks that it was trained on; None: of no size in particular.
-    in_model: the number of each layer with attention, as in `Geometry`; None: its place.
+    block_size: tokens per block in training; None: it works with any size. in_model: the number in
+    the model of each layer with attention, as in `Geometry`; None: all layers have attention.
     """
 
     def __init__(

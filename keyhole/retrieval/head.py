@@ -252,7 +252,7 @@ class RetrievalHead(nn.Module):
         return rotate(x, positions, self._frequencies)
 
     def check_length(self, length: int) -> None:
-        """Warns (RuntimeWarning) of a sequence longer than the head was trained at."""
+        """Warns (RuntimeWarning) if a sequence is longer than the head's trained length."""
         trained, factor = self.config.trained_length, self.config.rope_factor
         if length > trained:
             stretched = (

@@ -298,7 +298,10 @@ MISTAKES = [
         "bench admission --systems full",
         "--systems can be used with `keyhole bench decode` only, not with admission",
     ),
-    ("bench admission --dtype float32", "--dtype can be used with `keyhole bench decode` only, not with admission"),
+    (
+        "bench admission --dtype float32",
+        "--dtype can be used with `keyhole bench decode` only, not with admission",
+    ),
     ("bench decode --systems llama_cpp", "unknown system 'llama_cpp'"),
     ("bench decode --contexts 50", "contexts (50,) must be multiples of 16 in ascending order"),
     ("bench decode --contexts many", "--contexts 'many' must be numbers such as 0,1"),

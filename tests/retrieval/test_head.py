@@ -151,7 +151,10 @@ def test_a_draft_of_another_target_is_refused(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"hidden_size": 48}, "reads features of hidden size 32, but the target has hidden size 48"),
+        (
+            {"hidden_size": 48},
+            "reads features of hidden size 32, but the target has hidden size 48",
+        ),
         ({"vocab_size": 300}, "vocabulary of 272 tokens, but the target has 300"),
         ({"num_hidden_layers": 4}, r"layers \(2, 4, 5\), but the target has 4 layers"),
     ],

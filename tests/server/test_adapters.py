@@ -90,5 +90,5 @@ def test_an_adapter_with_the_name_of_the_model_is_refused(llm: LLM) -> None:
 
 
 def test_another_name_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="'small', 'verbose' are"):
+    with pytest.raises(openai.NotFoundError, match="use 'small' or 'verbose'"):
         client.completions.create(model="terse", prompt=TEXT)

@@ -207,7 +207,7 @@ def test_what_cannot_be_asked_is_an_error(
 
 
 def test_tools_that_the_template_does_not_know_are_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="knows no 'tools'"):
+    with pytest.raises(openai.BadRequestError, match="does not use 'tools'"):
         client.chat.completions.create(**SETTINGS, tools=TOOLS)
 
 

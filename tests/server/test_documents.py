@@ -318,7 +318,7 @@ def test_a_file_is_stored_under_its_name_or_another(address: str, llm: LLM) -> N
     [
         ("a.exe", b"x", {}, 415, "supported formats: .docx"),
         ("a", b"x", {}, 415, ".md"),
-        ("", b"x", {}, 400, "file must be a file with a name, such as notes.txt"),
+        ("", b"x", {}, 400, "file must be a file with a filename, such as notes.txt"),
         ("a.txt", b"\xff", {}, 400, "UTF-8"),
         ("a.txt", b"", {}, 400, "a document is empty"),
         ("a.txt", b"x", {"name": "a\x00b"}, 400, "printable"),

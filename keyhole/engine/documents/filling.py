@@ -71,9 +71,10 @@ class Reused:
     documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
     held_ratio: tokens of a layer for which pages are held / tokens of the documents.
-    recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
-    bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
-    of all tokens of documents. recomputed: bool [L, T], what each layer computed again of these.
+    recompute_ratio: those computed again in some layer / all. tokens_not_computed: the number of
+    tokens that were not computed again. bytes_read: from the store, block statistics included.
+    kept: bool [L, T], what each layer keeps of all tokens of documents. recomputed: bool [L, T],
+    what each layer computed again of these.
     """
 
     documents: Sequence[str]

@@ -44,11 +44,11 @@ def assemble(
 ) -> DocumentPrompt:
     """The prompt: prefix, documents in order with a separator between them, question.
 
-    Every part is tokenised alone, so that it contains the stored tokens unchanged. Documents stay
-    open until `stack` is closed; if the caller does not hold the engine's lock, other threads'
-    steps continue while they are opened. chat: prefix, documents and question are the user's
-    message of the model's chat template. With `Reuse.document_limit` only as many documents are
-    opened and placed.
+    Every part is tokenised by itself, so that the stored tokens stay unchanged. Documents stay open
+    until `stack` is closed; if the caller does not hold the engine's lock, other threads' steps
+    continue while they are opened. chat: prefix, documents and question are the user's message of
+    the model's chat template. With `Reuse.document_limit` only as many documents are opened and
+    placed.
     """
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():

@@ -28,7 +28,7 @@ class Proposer(Protocol):
     """What proposes tokens from a sequence's own."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` (at least 1) tokens to follow those of the sequence; none: no idea."""
+        """At most `most` (at least 1) tokens to follow those of the sequence; else none."""
         ...
 
 

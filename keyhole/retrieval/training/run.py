@@ -1,6 +1,6 @@
-"""A training run between two steps: texts, optimizer and state, for whatever is trained.
+"""A training run: texts, optimizer and state between two steps, for a head, draft or gate.
 
-Every step is given by the seed and its number, so that a resumed run uses the same texts and
+Every step is determined by the seed and its number, so that a resumed run uses the same texts and
 reaches the same weights.
 """
 

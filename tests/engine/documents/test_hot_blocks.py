@@ -66,7 +66,9 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
         else:
             assert hot <= fewer * each + each
             assert fewer * each <= hot + each
-    with pytest.raises(ConfigError, match=r"no room for a page .* beside hot_document_bytes 1000000; raise"):
+    with pytest.raises(
+        ConfigError, match=r"no room for a page .* beside hot_document_bytes 1000000; raise"
+    ):
         LLM(model, device="cpu", documents=store, memory=memory, hot_document_bytes=memory)
 
 

@@ -106,7 +106,9 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
 
 
 def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=r"block_size 32 .* must be 64, with which document 'faq'"):
+    with pytest.raises(
+        ConfigError, match=r"block_size 32 .* must be 64, with which document 'faq'"
+    ):
         llm.ask("which?", ["faq"], reuse=make_reuse("sam_kv", {"block_size": 32}), params=FEW)
 
 
