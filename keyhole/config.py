@@ -295,7 +295,7 @@ class SamplingParams:
             good |= name == "stop" and all(isinstance(text, str) and text for text in texts)
             require(good, name, texts, "non-empty texts")
             whole = not any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
-            require(whole, name, texts, "Unicode text: a lone surrogate is half a character")
+            require(whole, name, texts, "valid Unicode, without lone surrogates")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())

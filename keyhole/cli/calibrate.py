@@ -65,7 +65,7 @@ class PlacementSettings:
         "the loss that optimal minimises: mass (attention mass that is missed) or error (relative "
         "error of the attention output); None: mass",
     )
-    num_delta_layers: int = setting(3, "layers that select pages")
+    num_delta_layers: int = setting(3, "number of layers that select pages")
     max_tokens: int = setting(256, "tokens to generate per prompt")
     plot: str | None = setting(None, "write a picture of the measured recall to this file")
 

@@ -109,7 +109,12 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
         ("completions", "prompt", "\ud800", "a lone surrogate"),
         ("completions", "stop", ["a", "\ud800"], "a lone surrogate"),
         ("completions", "bad_words", ["\ud800"], "a lone surrogate"),
-        ("chat/completions", "messages", [{"role": "user", "content": "\ud800"}], "a lone surrogate"),
+        (
+            "chat/completions",
+            "messages",
+            [{"role": "user", "content": "\ud800"}],
+            "a lone surrogate",
+        ),
         ("chat/completions", "documents", ["\ud800"], "unknown document"),
         ("responses", "input", "\ud800", "a lone surrogate"),
         ("responses", "stop", "\ud800", "a lone surrogate"),

@@ -211,7 +211,10 @@ def test_both_layouts_load(tmp_path: Path, layout: str, fields: dict[str, Any]) 
         ({"lm_head.weight": None, "d2t": None}, None),
         ({"d2t": torch.full((30,), 40)}, "d2t of draft .* names tokens from 40 to 69"),
         ({"d2t": torch.zeros(30)}, "it must have integers"),
-        ({"lm_head.weight": torch.zeros(())}, r"lm_head.weight of shape \[\], it must be a matrix"),
+        (
+            {"lm_head.weight": torch.zeros(())},
+            r"lm_head.weight of shape \[\], but it must be a matrix",
+        ),
         ({"midlayer.mlp.gate_proj.weight": torch.zeros(())}, "gate_proj.weight of shape"),
     ],
 )
