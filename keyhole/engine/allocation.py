@@ -201,8 +201,8 @@ def allocate(
         beside = f", beside {bytes_text(reserved)} of recurrent state" if reserved else ""
         beside += f", beside hot_document_bytes {hot}" if hot else ""
         raise ConfigError(
-            f"memory {room} bytes has no room for a page of {page_bytes} bytes{beside}; raise "
-            f"memory{', or lower hot_document_bytes' if hot else ''}"
+            f"memory {bytes_text(room)} has no room for a page of {bytes_text(page_bytes)}{beside};"
+            f" raise memory{', or lower hot_document_bytes' if hot else ''}"
         )
     cache = PageCache(
         geometry,

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keyhole.config import bytes_text
 from keyhole.server.errors import GONE, ApiError, api_error
 from keyhole.server.monitoring import logs
 from keyhole.server.settings import is_local
@@ -132,7 +133,7 @@ class _Exchange:
 
 
 def _too_large(most: int) -> str:
-    return f"the body must be at most {most} bytes"
+    return f"the body must be at most {bytes_text(most)}"
 
 
 def bearer(headers: Headers) -> bytes:

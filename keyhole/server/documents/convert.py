@@ -7,6 +7,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import PurePath
 
+from keyhole.config import bytes_text
 from keyhole.server.errors import ApiError
 
 _TEXT = {".txt", ".md", ".markdown"}
@@ -61,7 +62,7 @@ def _check_archive(filename: str, data: bytes) -> None:
     if size > most:
         raise ApiError(
             413,
-            f"{filename!r} unpacks to {size} bytes, but at most {most} are allowed",
+            f"{filename!r} unpacks to {bytes_text(size)}; at most {bytes_text(most)} are allowed",
             param="file",
         )
 
