@@ -57,7 +57,8 @@ class PlanSettings:
     )
     policy: str | None = setting(
         None,
-        "NAME:SETTING=VALUE; None: no policy data, and all layers may be offloaded",
+        "policy whose data is counted, as NAME:SETTING=VALUE; None: no policy data, and all layers "
+        "may be offloaded",
     )
     requests: int = setting(1, "sequences at once")
     token_budget: int = setting(
@@ -72,7 +73,7 @@ class PlanSettings:
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
     kv_dtype: str = setting("auto", "data type of keys and values: int8 or fp8; auto: the model's")
     device: str = setting(
-        "cpu", "cpu or cuda, where a prompt reads a copy of one layer's keys and values"
+        "cpu", "cpu or cuda, for which a copy of one layer's keys and values is counted"
     )
 
     def __post_init__(self) -> None:
