@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
-from keyhole.config import SamplingParams
+from keyhole.config import SamplingParams, bytes_text
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError, RequestError
@@ -166,7 +166,7 @@ def full(pages: PageCache) -> CapacityError:
     """The error for a cache without a free page."""
     limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
     return CapacityError(
-        f"the KV cache is full: it holds {tokens} tokens in {limit / 2**20:.1f} MiB, for all rows "
+        f"the KV cache is full: it holds {tokens} tokens in {bytes_text(limit)}, for all rows "
         "and all past_key_values that are still referenced; raise memory="
     )
 
