@@ -238,8 +238,7 @@ class SamplingParams:
         None, "keep the k most likely tokens; 0: all; default: generation_config, else 0"
     )
     min_p: float | None = setting(
-        None,
-        "keep tokens above this share of the best; default: generation_config, else 0",
+        None, "keep tokens above this share of the best; default: generation_config, else 0"
     )
     repetition_penalty: float | None = setting(
         None, "divides scores of seen tokens; default: generation_config, else 1"
@@ -257,8 +256,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
     ignore_eos: bool = setting(False, "continue past the model's end-of-sequence tokens")
     grammar: str | None = setting(
-        None,
-        "JSON schema or Lark grammar that the text follows; needs keyhole[serve]",
+        None, "JSON schema or Lark grammar that the text follows; needs keyhole[serve]"
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
     logprobs: int | None = setting(
@@ -287,7 +285,7 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):  # OpenAI's range
             self._require_number(name, "from -2 to 2", lambda x: -2 <= x <= 2)
-        for name in ("top_k", "logprobs", "seed"):
+        for name in ("top_k", "logprobs", "seed", "min_tokens"):
             self._require_number(name, "at least 0", lambda x: x >= 0)
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
@@ -300,7 +298,6 @@ class SamplingParams:
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())
         require(good, "grammar", self.grammar, "a JSON schema or a Lark grammar")
-        self._require_number("min_tokens", "at least 0", lambda x: x >= 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}"
@@ -334,15 +331,14 @@ class SamplingParams:
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """Every None replaced by the model's `generation_config` or the default."""
-        sampled = bool(defaults.get("do_sample"))
-        defaulted: dict[str, Any] = {
-            "temperature": _or(defaults.get("temperature"), 1.0) if sampled else 0.0,
-            "top_p": _or(defaults.get("top_p"), 1.0) if sampled else 1.0,
-            "top_k": _or(defaults.get("top_k"), 0) if sampled else 0,
-            "min_p": _or(defaults.get("min_p"), 0.0) if sampled else 0.0,
-            "repetition_penalty": _or(defaults.get("repetition_penalty"), 1.0),
-        }
-        missing = {name: value for name, value in defaulted.items() if getattr(self, name) is None}
+        given = {name: value for name, value in defaults.items() if value is not None}
+        chosen: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        if given.get("do_sample"):
+            chosen = {name: given.get(name, value) for name, value in chosen.items()}
+        else:
+            chosen["temperature"] = 0.0
+        chosen["repetition_penalty"] = given.get("repetition_penalty", 1.0)
+        missing = {name: value for name, value in chosen.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **missing)
 
 
@@ -365,10 +361,6 @@ def _bias(given: object) -> dict[int, float]:
     return found
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
 #: What may propose tokens.
 DRAFTS = ("ngram", "eagle3")
 #: How keys and values may be stored: in the model's dtype, or in 8 bits with a scale per row.
@@ -385,8 +377,7 @@ class EngineConfig:
     page_size: int = setting(16, "tokens in a page of the KV cache")
     prefill_chunk: int = setting(1024, "at most this many prompt tokens in one step")
     prefill_policy: str | None = setting(
-        None,
-        "what the tokens of long prompts read, such as xattention:mass=0.95; None: everything",
+        None, "what the tokens of long prompts read, such as xattention:mass=0.95; None: everything"
     )
     prefix_cache: bool = setting(
         True, "reuse the keys and values of prefixes that were seen before"

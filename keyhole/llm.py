@@ -460,7 +460,7 @@ class LLM:
         """Queues all prompts, each `n` times, or none if one of them cannot be served."""
         tokens = [self.tokens(prompt) for prompt in prompts]
         for one, settings in zip(tokens, params, strict=True):
-            self.engine.check(one, settings, under=under)
+            self.engine.limits.check(one, settings, under.policy)
         groups = []
         for one, settings in zip(tokens, params, strict=True):
             group: list[Sequence] = []

@@ -7,8 +7,9 @@ tokens; Eq. 8 minimises the number of offloaded layers. `MemoryModel.thresholds`
 All sizes are bytes.
 
 Differences from the paper: every constant is a named term, so that it can be that of our own cache
-(`measured`) or the paper's (`paper`); layers may differ, and those with a sliding window stay
-resident; tokens come in pages; the data that selection needs stays resident.
+(`keyhole.cache.layout.memory_model`: weights count once, repeat_kv is never done, and the head
+keeps keys only, as side data of a page) or the paper's (`paper`); layers may differ, and those with
+a sliding window stay resident; tokens come in pages; the data that selection needs stays resident.
 
 Erratum: Algorithm 1 drops the factor 4 in front of i B R H D. Eq. 7 has it, and so does this
 module.
@@ -32,8 +33,6 @@ from keyhole.errors import CapacityError
 _PAPER_WEIGHT_FACTOR = Fraction(13, 10)
 #: Bytes of a key and its value in fp16, per dimension of the head: the 4 of Eq. 6.
 _PAPER_PAIR_BYTES = 4
-#: A page number is an int32 in the engine's table, and again in the table of a step.
-_TABLE_BYTES = 8
 #: One in this many of the pages that fit stays free when a layer becomes resident again, so that it
 #: is not offloaded again after a few steps.
 _FREE_PART = 8
@@ -128,46 +127,6 @@ class MemoryModel:
             head_weight_bytes=head_bytes,
             weight_factor=_PAPER_WEIGHT_FACTOR,
             head_token_bytes=(1 + groups) * row,
-        )
-
-    @classmethod
-    def measured(
-        cls,
-        *,
-        layers: tuple[LayerMemory, ...],
-        requests: int,
-        token_budget: int,
-        page_size: int,
-        weight_bytes: int,
-        page_data_bytes: int = 0,
-        list_page_bytes: int = _TABLE_BYTES,
-        head_weight_bytes: int = 0,
-        request_bytes: int = 0,
-        staging_bytes: int = 0,
-        document_bytes: int = 0,
-        gathered_token_bytes: int = 0,
-        runtime_bytes: int = 0,
-    ) -> MemoryModel:
-        """The terms of our own engine; `keyhole.cache.layout` has layers and page data.
-
-        Weights count once, repeat_kv is never done, and the head keeps keys only. They are side
-        data of a page, as the policy's are: `page_data_bytes` of all layers and of the head.
-        """
-        return cls(
-            layers=layers,
-            requests=requests,
-            token_budget=token_budget,
-            buffer_tokens=buffer_tokens(token_budget, page_size),
-            page_size=page_size,
-            weight_bytes=weight_bytes,
-            head_weight_bytes=head_weight_bytes,
-            side_page_bytes=page_data_bytes,
-            list_page_bytes=list_page_bytes,
-            request_bytes=request_bytes,
-            staging_bytes=staging_bytes,
-            document_bytes=document_bytes,
-            gathered_token_bytes=gathered_token_bytes,
-            runtime_bytes=runtime_bytes,
         )
 
     @cached_property

@@ -7,13 +7,14 @@ the caller does so while the next step runs.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Result, Sequence, Stats, result_of
@@ -160,6 +161,7 @@ class StepThread:
         self._known: dict[int, _Request] = {}
         self._thread: threading.Thread | None = None
         self._groups: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
+        _threads.add(self)
 
     @property
     def is_idle(self) -> bool:
@@ -279,6 +281,19 @@ class StepThread:
         if request.sequence is not None:
             self._llm.engine.abort(request.sequence)
             request.sequence = None
+
+
+#: All that exist.
+_threads: WeakSet[StepThread] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends all threads before Python does: a thread that is ended while it computes aborts the
+    process.
+    """
+    for one in [*_threads]:
+        one.close()
 
 
 def _extras(sequence: Sequence, given: int, count: int) -> Extras:

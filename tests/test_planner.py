@@ -18,7 +18,7 @@ from keyhole.cache.layout import data_bytes, layer_memory
 from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import load
-from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan
+from keyhole.planner import LayerMemory, MemoryModel, MemoryPlan, buffer_tokens
 from keyhole.policies.quest import Quest
 from tests.checkpoints import KINDS, make_model
 
@@ -54,13 +54,17 @@ def models(draw: st.DrawFn) -> MemoryModel:
                 movable=draw(st.booleans()),
             )
         )
-    return MemoryModel.measured(
+    token_budget = draw(st.integers(1, 300))
+    page_size = draw(st.sampled_from([1, 3, 16]))
+    return MemoryModel(
         layers=tuple(layers),
         requests=draw(st.integers(1, 9)),
-        token_budget=draw(st.integers(1, 300)),
-        page_size=draw(st.sampled_from([1, 3, 16])),
+        token_budget=token_budget,
+        buffer_tokens=buffer_tokens(token_budget, page_size),
+        page_size=page_size,
         weight_bytes=draw(st.integers(0, 10**6)),
-        page_data_bytes=draw(st.integers(0, 2000)),
+        side_page_bytes=draw(st.integers(0, 2000)),
+        list_page_bytes=8,
         head_weight_bytes=draw(st.integers(0, 1000)),
         request_bytes=draw(st.integers(0, 1000)),
         staging_bytes=draw(st.integers(0, 1000)),
@@ -196,8 +200,13 @@ def test_a_plan_counts_the_pages_of_requests_of_any_length(
 def test_layers_become_resident_again_once_they_can_grow() -> None:
     """Room for what requests may still need, but no more than an eighth of what fits."""
     layers = 4 * (LayerMemory(token_bytes=100, slot_bytes=100, movable=True),)
-    model = MemoryModel.measured(
-        layers=layers, requests=1, token_budget=10, page_size=1, weight_bytes=0
+    model = MemoryModel(
+        layers=layers,
+        requests=1,
+        token_budget=10,
+        buffer_tokens=11,
+        weight_bytes=0,
+        list_page_bytes=8,
     )
     plan = MemoryPlan(model=model, memory=400 * 800)
     most, more = plan.capacities[:2]
@@ -214,10 +223,11 @@ def test_layers_become_resident_again_once_they_can_grow() -> None:
 def test_the_last_layers_are_offloaded_first_and_windows_never() -> None:
     layer = LayerMemory(token_bytes=8, slot_bytes=8)
     window = dataclasses.replace(layer, movable=False)
-    model = MemoryModel.measured(
+    model = MemoryModel(
         layers=(layer, window, layer, window),
         requests=1,
         token_budget=4,
+        buffer_tokens=32,
         page_size=16,
         weight_bytes=0,
     )
@@ -230,9 +240,9 @@ def test_the_last_layers_are_offloaded_first_and_windows_never() -> None:
 
 @pytest.mark.parametrize("name", ["requests", "token_budget"])
 def test_nothing_is_planned_for_zero(name: str) -> None:
-    settings = {"requests": 1, "token_budget": 1, "page_size": 16} | {name: 0}
+    settings = {"requests": 1, "token_budget": 1} | {name: 0}
     with pytest.raises(ConfigError, match=f"{name} 0 must be a whole number >= 1"):
-        MemoryModel.measured(layers=(), weight_bytes=0, **settings)
+        MemoryModel(layers=(), buffer_tokens=16, weight_bytes=0, **settings)
 
 
 def test_memory_that_does_not_hold_the_weights_is_refused_with_numbers() -> None:
@@ -256,13 +266,15 @@ def test_tensors_are_what_was_predicted(kind: str, tmp_path: Path) -> None:
     cache.allocate(192)
     tensors = [*cache._pages, *(tensor for data in cache.data for tensor in data.values())]
     weights = {id(p): p.nbytes for p in model.network.parameters()}
-    planned = MemoryModel.measured(
+    planned = MemoryModel(
         layers=layer_memory(geometry),
         requests=3,
         token_budget=64,
+        buffer_tokens=80,
         page_size=16,
         weight_bytes=sum(weights.values()),
-        page_data_bytes=data_bytes(geometry, shapes),
+        side_page_bytes=data_bytes(geometry, shapes),
+        list_page_bytes=8,
     )
     terms = planned.terms(planned.pages(1024), 0)
     measured = sum(tensor.nbytes for tensor in tensors)
@@ -315,11 +327,13 @@ def test_the_resident_set_grows_by_what_was_predicted(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     model = load(large, "cpu")
-    planned = MemoryModel.measured(
+    planned = MemoryModel(
         layers=layer_memory(model.geometry(16)),
         requests=4,
         token_budget=64,
+        buffer_tokens=80,
         page_size=16,
         weight_bytes=sum(p.nbytes for p in model.network.parameters()),
+        list_page_bytes=8,
     )
     assert int(done.stdout.split()[-1]) == pytest.approx(planned.bytes(1024), rel=0.05)

@@ -249,7 +249,8 @@ def is_answer(entry: Mapping[str, Any]) -> bool:
 
 def as_line(entry: Mapping[str, Any]) -> bytes:
     """The line of an entry; its id comes first."""
-    return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    # Half a character, which JSON can write and UTF-8 cannot, is written as JSON does.
+    return json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _entry(text: bytes) -> dict[str, Any] | None:

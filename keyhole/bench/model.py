@@ -27,8 +27,7 @@ from transformers.initialization import no_init_weights
 
 from keyhole.bench import measure
 from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSettings
-from keyhole.cache.layout import Geometry
-from keyhole.cache.pages import bytes_per_page
+from keyhole.cache.layout import Geometry, bytes_per_page
 from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models import device_map, families
@@ -85,9 +84,8 @@ def release_memory() -> None:
     """Returns free memory of this process to the system, which would count it as used."""
     gc.collect()
     torch.cuda.empty_cache()  # no effect without a GPU
-    pinned = getattr(
-        torch.accelerator, "empty_host_cache", None
-    )  # newer than the oldest supported torch
+    # Newer than the oldest supported torch.
+    pinned = getattr(torch.accelerator, "empty_host_cache", None)
     if pinned is not None and torch.cuda.is_available():
         pinned()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

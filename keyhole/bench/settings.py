@@ -110,8 +110,7 @@ class DecodeSettings(BenchSettings):
         (),
         f"{', '.join(BASELINES)}, and policies, also with settings such as "
         "delta:token_budget=512,full_layers=0,1; "
-        f"default: these and {', '.join(POLICIES)}; "
-        "also "
+        f"default: these and {', '.join(POLICIES)}; also "
         f"{', '.join(name for name in MORE_BASELINES if name not in OFFLOADED)}, and on a GPU "
         f"{', '.join(OFFLOADED)}",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keyhole.config import SCALE_BYTES
 from keyhole.errors import ConfigError
-from keyhole.planner import LayerMemory, MemoryModel
+from keyhole.planner import LayerMemory, MemoryModel, buffer_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +201,15 @@ def memory_model(
             for i, layer in enumerate(layers)
         )
     step_bytes = (prefill_chunk + requests) * size.step_numbers * geometry.itemsize
-    return MemoryModel.measured(
+    return MemoryModel(
         layers=layers,
         requests=requests,
         token_budget=token_budget,
+        buffer_tokens=buffer_tokens(token_budget, geometry.page_size),
         page_size=geometry.page_size,
         weight_bytes=size.weight_bytes,
         head_weight_bytes=size.head_weight_bytes,
-        page_data_bytes=data_bytes(geometry, page_data),
+        side_page_bytes=data_bytes(geometry, page_data),
         list_page_bytes=list_bytes(geometry.page_size, scores),
         request_bytes=size.vocab_size * (2 * geometry.itemsize + _LOGIT_BYTES) + sequence_bytes,
         document_bytes=document_bytes,
@@ -262,3 +263,8 @@ def data_bytes(geometry: Geometry, shapes: Iterable[Mapping[str, tuple[int, ...]
     """Bytes per page of the side data of these shapes: a policy's, layer by layer, or a head's."""
     numbers = sum(math.prod(shape) for layer in shapes for shape in layer.values())
     return numbers * geometry.itemsize
+
+
+def bytes_per_page(geometry: Geometry, shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> int:
+    """Bytes of one page of all layers, with the side data of these shapes."""
+    return geometry.page_size * geometry.token_bytes + data_bytes(geometry, shapes)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from keyhole.cache import huge_pages
-from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.layout import Geometry, LayerLayout, bytes_per_page
 from keyhole.cache.tiers import BLOCK_BYTES, Store, Tier, discard, move
 from keyhole.errors import CapacityError, is_out_of_memory
 from keyhole.kernels.reference.quantised import STORED
@@ -76,13 +76,9 @@ class PageCache:
         common: Mapping[str, tuple[int, ...]] | None = None,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        self.geometry = geometry
-        self.page_size = geometry.page_size
+        self.geometry, self.page_size = geometry, geometry.page_size
         self.max_pages = max_pages
-        self.peak_pages = 0
-        self.released = 0
-        self.moves = 0
-        self.reserved = 0
+        self.peak_pages = self.released = self.moves = self.reserved = 0
         self.room: Room | None = None
         self.device, self.layer_devices = device, layer_devices
         self._shapes = page_data or [{} for _ in geometry.layers]
@@ -238,14 +234,13 @@ class PageCache:
         del self._refs[count:], self._stamps[count:]
         self._free = self._listed_free()
         with _no_room("the KV cache could not be made smaller"):
-            for i, data in enumerate(self.data):
-                if i not in self._stores:
-                    self._pages[i] = _cut(self._pages[i], count, used)
+            for layer in range(self.geometry.num_layers):
+                if layer not in self._stores:
+                    self._pages[layer] = _cut(self._pages[layer], count, used)
                     self.keys, self.values = self._views()  # drops the larger tensor
+            for data in (*self.data, self.common):
                 for name, tensor in data.items():
                     data[name] = _cut(tensor, count, used)
-            for name, tensor in self.common.items():
-                self.common[name] = _cut(tensor, count, used)
 
     def allocate(self, count: int, *, leave: int = 0) -> list[int] | None:
         """`count` pages with one reference each; None, with nothing changed: too few.
@@ -328,9 +323,7 @@ class PageCache:
         fresh = self.allocate(1)
         if fresh is None:
             return None
-        self._settle()
-        for tensor in self._tensors():
-            tensor[fresh[0]] = tensor[page]
+        self.copy([page], fresh)
         self.release([page])
         return fresh[0]
 
@@ -410,32 +403,21 @@ class PageCache:
             f"{self.page_size} tokens); set memory= to less, with offload= to a folder for the "
             "rest (and a policy that selects), or lower max_batch or max_length"
         ):
-            for i, data in enumerate(self.data):
-                self._pages[i] = self._enlarged_pages(i, capacity)
+            for layer in range(self.geometry.num_layers):
+                if layer in self._stores:
+                    larger = self._stores[layer].resized(capacity)
+                else:
+                    larger = huge_pages.enlarged(self._pages[layer], capacity, self._most)
+                self._pages[layer] = larger
                 self.keys, self.values = self._views()  # let go of the smaller tensor
-                self._enlarge_all(data, capacity)
-            self._enlarge_all(self.common, capacity)
+            for data in (*self.data, self.common):
+                for name, tensor in data.items():
+                    data[name] = huge_pages.enlarged(tensor, capacity, self._most)
         # Older ones are allocated first: their memory is there, or enters it layer by layer.
         self._free[:0] = array("i", range(capacity - 1, self.capacity - 1, -1))
         more = capacity - self.capacity
         self._refs.extend(array("i", [0]) * more)
         self._stamps.extend(array("q", [0]) * more)
-
-    def _enlarged_pages(self, layer: int, capacity: int) -> Tensor:
-        if layer in self._stores:
-            return self._stores[layer].resized(capacity)
-        return huge_pages.enlarged(self._pages[layer], capacity, self._most)
-
-    def _enlarge_all(self, data: dict[str, Tensor], capacity: int) -> None:
-        for name, tensor in data.items():
-            data[name] = huge_pages.enlarged(tensor, capacity, self._most)
-
-
-def bytes_per_page(geometry: Geometry, page_data: Sequence[Mapping[str, tuple[int, ...]]]) -> int:
-    """Bytes of one page of all layers with the policy's side data."""
-    shapes = [shape for shapes in page_data for shape in shapes.values()]
-    side = sum(int(torch.Size(shape).numel()) for shape in shapes)
-    return geometry.page_size * geometry.token_bytes + side * geometry.itemsize
 
 
 def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple[Tensor, Tensor]:

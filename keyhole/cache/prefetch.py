@@ -14,8 +14,9 @@ so that copies overlap with the computation on replay too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -187,8 +188,8 @@ class Prefetcher:
             if layer in self._buffers:
                 self._finish(layer)
                 loaded = None if self._stream is None else torch.cuda.Event()
-                result = self._submit(layer, selection, frame, ready, loaded)
-                self._loads[layer] = _Load(selection, result, loaded)
+                job = functools.partial(self._ahead, layer, selection, frame, ready, loaded)
+                self._loads[layer] = _Load(selection, self._submit(job), loaded)
 
     def wait(self, layer: int, selection: Selection) -> Resident:
         """The buffers of a layer with its selected tokens, except the newest ones."""
@@ -270,18 +271,11 @@ class Prefetcher:
         pages = self._cache.scattered(layer)
         return self._buffers[layer].load_missing(selection, frame, *pages)
 
-    def _submit(
-        self,
-        layer: int,
-        selection: Selection,
-        frame: Frame,
-        ready: torch.cuda.Event | None,
-        loaded: torch.cuda.Event | None,
-    ) -> Future[Resident]:
+    def _submit(self, job: Callable[[], Resident]) -> Future[Resident]:
         if not self._recorded:
-            return self._pool.submit(self._ahead, layer, selection, frame, ready, loaded)
+            return self._pool.submit(job)
         result: Future[Resident] = Future()
-        result.set_result(self._ahead(layer, selection, frame, ready, loaded))
+        result.set_result(job())
         return result
 
     def _ahead(

@@ -320,8 +320,8 @@ def _stable_text(found: Stability) -> str:
     ]
     return (
         f"{found.model}: {terminal.count(found.num_documents, 'document')} in blocks of "
-        f"{found.block_size}; a layer "
-        "scores where\nthe most important block of a document is an outlier\n\n"
+        f"{found.block_size}; a layer scores where\n"
+        "the most important block of a document is an outlier\n\n"
         f"{terminal.table(('layer', 'score', ''), rows, left=1)}\n"
     )
 

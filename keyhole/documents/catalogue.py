@@ -20,7 +20,7 @@ from pathlib import Path
 from keyhole.config import bytes_text
 from keyhole.documents.index import Index
 from keyhole.documents.integrity import RecordError
-from keyhole.documents.record import RecordHeader, read_header
+from keyhole.documents.record import find_header
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.documents.storage import Entry, Lease, StorageBackend, is_free, locked
 from keyhole.errors import StorageFullError, UnknownNameError
@@ -73,7 +73,7 @@ class Catalogue:
             times = {file: entry.written for file, entry in records.items()}
             self.collect(f for f in self.index.orphans() if (times.get(f) or old + 1) <= old)
         for file in self.index.uncounted():
-            header = self.header(file)
+            header = find_header(self.place, file)
             if header is not None:
                 size = records[file].size_bytes
                 self.index.put_records({file: size}, header.tokens, header.block_size)
@@ -114,7 +114,7 @@ class Catalogue:
     def _recover(self, unreadable: dict[str, Entry]) -> None:
         """Identifies documents with a damaged first line by their records."""
         for record in self.index.orphans() if unreadable else ():
-            header = self.header(record)
+            header = find_header(self.place, record)
             entry = unreadable.get(file_of(header.name)) if header is not None else None
             if header is None or entry is None:
                 continue
@@ -129,19 +129,6 @@ class Catalogue:
                 pinned=False,
             )
             self.index.put_documents([(source, entry.size_bytes, "")])
-
-    def header(self, record: str) -> RecordHeader | None:
-        """A record's header; None if the record is missing or damaged."""
-        try:
-            reader = self.place.reader(f"records/{record}")
-        except OSError:
-            return None
-        try:
-            return read_header(reader)
-        except (OSError, RecordError):
-            return None
-        finally:
-            reader.close()
 
     def find(self, name: str) -> SourceFile | None:
         """The document of this name; looked up in the storage if it is not indexed, or if other

@@ -2,11 +2,6 @@
 
 An open document has its small tensors in memory and reads keys and values on demand. The checks
 find out whether a stored document is unchanged and belongs to this model.
-
-`DocumentLookup` opens them without an index and without locks, for read-only processes of a server:
-any number of them may share a store with writers. Files are replaced atomically, so a read sees one
-version. A record may be evicted before it is opened; an open one stays readable where the storage
-allows it, and otherwise reading it raises RecordError.
 """
 
 from __future__ import annotations
@@ -15,10 +10,9 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -43,13 +37,13 @@ from keyhole.documents.record import (
     check_tensors,
     checksums_name,
     checksums_of,
+    find_header,
     read_header,
     read_statistics,
 )
-from keyhole.documents.remote import open_storage
-from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
+from keyhole.documents.source import SourceFile
 from keyhole.documents.storage import StorageReader
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -429,7 +423,7 @@ def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> Recor
     """
     errors = []
     for record in catalogue.index.records(digest):
-        header = catalogue.header(record)
+        header = find_header(catalogue.place, record)
         if header is None:
             continue
         error = foreign(header.fingerprint, fingerprint)
@@ -438,116 +432,3 @@ def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> Recor
     if errors:
         return min(errors, key=lambda found: found[:2])[2]
     return RecordError("missing", "it has no record, because it was evicted or removed", "a record")
-
-
-class _NoLease:
-    """A lease without a lock."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class DocumentLookup:
-    """The documents at `place` as one model sees them, read only.
-
-    place: a folder or any URL that fsspec opens. fingerprint: the model's.
-    """
-
-    def __init__(self, place: str | Path, fingerprint: Fingerprint) -> None:
-        self._place = open_storage(place)
-        self._fingerprint = dict(fingerprint)
-        self._model = model_of(fingerprint)
-        self._verified = VerifiedRecords(self._fingerprint, MEMORY_BYTES)
-
-    def check_model(self) -> None:
-        """ConfigError if all records belong to other models; an empty store is valid."""
-        records = self._files("records")
-        theirs = [header for name in records if (header := self._header(name)) is not None]
-        if not theirs or any(f"-{self._model}." in name for name in records):
-            return
-        nearest = min(theirs, key=lambda header: len(differences(header, self._fingerprint)))
-        fields = differences(nearest, self._fingerprint)
-        there, here = (
-            ", ".join(f"{name} {side.get(name)!r}" for name in fields)
-            for side in (nearest, self._fingerprint)
-        )
-        raise ConfigError(
-            f"documents at {self._place.url!r} were encoded by another model: it has {there}, this "
-            f"one {here}; encode them with this model by `keyhole documents add`"
-        )
-
-    def digest(self, name: str) -> str:
-        """The digest of a document's source; UnknownNameError with the nearest name."""
-        try:
-            head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if not head:
-            paths = [f"documents/{name}" for name in self._files("documents")]
-            known = []
-            for other in self._place.heads(paths, HEAD_BYTES):
-                with suppress(RecordError):  # a damaged first line has no name
-                    known.append(SourceFile.parse(other).name)
-            raise UnknownNameError("document", name, known)
-        return SourceFile.parse(head).digest
-
-    def open(self, name: str, digest: str) -> StoredDocument:
-        """Opens the record of a source; close it afterwards. name: for messages.
-
-        RecordError for a record that is damaged, missing, or another model's.
-        """
-        file = record_file(digest, self._model)
-        try:
-            reader = self._place.reader(f"records/{file}")
-        except FileNotFoundError:
-            raise self._absent(name, digest) from None
-        except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            record = self._verified.read(reader, digest)
-        except RecordError as error:
-            reader.close()
-            raise error.of(name) from error
-        info = DocumentInfo(
-            name=name,
-            tokens=record.header.tokens,
-            block_size=record.header.block_size,
-            size_bytes=reader.size,
-            created=record.header.created,
-            last_used=record.header.created,
-            hits=0,
-            pinned=False,
-            digest=digest,
-            records=(self._model,),
-            encoded=True,
-            metadata={},
-        )
-        return StoredDocument(info, record, reader, _NoLease(), checks=not reader.is_local)
-
-    def _absent(self, name: str, digest: str) -> RecordError:
-        """The error for a missing record: other models have one, or none has."""
-        for record in self._files("records"):
-            if record.startswith(digest) and (theirs := self._header(record)) is not None:
-                error = foreign(theirs, self._fingerprint)
-                if error is not None:
-                    return error.of(name)
-        what = "it has no record, because it was evicted or removed"
-        return RecordError("missing", what, "a record", name)
-
-    def _header(self, record: str) -> Fingerprint | None:
-        """The fingerprint in a record; None if it is damaged or missing."""
-        try:
-            with closing(self._place.reader(f"records/{record}")) as reader:
-                return read_header(reader).fingerprint
-        except (OSError, RecordError):
-            return None
-
-    def _files(self, folder: str) -> list[str]:
-        try:
-            return sorted(self._place.files(folder))
-        except OSError as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: OSError) -> ConfigError:
-        reason = error.strerror or str(error)
-        return ConfigError(f"documents at {self._place.url!r} cannot be read: {reason}")

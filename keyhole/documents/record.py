@@ -30,29 +30,21 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from keyhole.config import SCALE_BYTES, is_count, require
 from keyhole.documents.integrity import Fingerprint, RecordError, canonical, is_sealed, seal, sha256
-from keyhole.documents.storage import StorageReader
+from keyhole.documents.storage import StorageBackend, StorageReader
 from keyhole.errors import ConfigError, NumericalError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: The small tensors of a layer, by name.
-STATISTICS = (
-    "block_keys",
-    "local_queries",
-    "representatives",
-    "representative_keys",
-    "alpha",
-    "received",
-)
 _MAY_BE_INFINITE = ("alpha", "received")
 
 
@@ -80,6 +72,10 @@ class LayerStatistics:
     representative_keys: Tensor
     alpha: Tensor
     received: Tensor
+
+
+#: The small tensors of a layer, by name.
+STATISTICS = tuple(field.name for field in fields(LayerStatistics))
 
 
 @dataclass(eq=False)
@@ -387,6 +383,15 @@ def read_header(reader: StorageReader) -> RecordHeader:
         rows_start=spans["layers.0.keys"].start,
         statistics=text.get("statistics", "1"),
     )
+
+
+def find_header(place: StorageBackend, record: str) -> RecordHeader | None:
+    """The header of a record in a storage; None if the record is missing or damaged."""
+    try:
+        with closing(place.reader(f"records/{record}")) as reader:
+            return read_header(reader)
+    except (OSError, RecordError):
+        return None
 
 
 def read_sealed(

@@ -392,6 +392,5 @@ class DocumentStore:
                 ) from error
             raise ConfigError(
                 f"the index of the documents at {self._place.url!r} cannot be used: {error}; if "
-                "it is "
-                "damaged, it is rebuilt at the next start"
+                "it is damaged, it is rebuilt at the next start"
             ) from error

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from keyhole.cache.layout import Geometry, ModelSize, memory_model
-from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.cache.layout import Geometry, ModelSize, bytes_per_page, memory_model
+from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Prefetcher
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.tiers import FileTier, PinnedTier, Tier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.layout import Geometry
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
@@ -80,6 +82,7 @@ class Eviction:
         # The prompt's present pages, and the limit of these and the generated ones together.
         self._present = np.zeros(num_slots, np.int64)
         self._most = np.zeros(num_slots, np.int64)
+        self._later: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
     def view(
         self, decodes: list[Sequence], position: np.ndarray, fresh: np.ndarray
@@ -111,11 +114,25 @@ class Eviction:
         due &= self._present[slots] + counts >= self._most[slots]
         return entries, pages, pinned, due & (counts > 0)
 
-    def evict(self, sequences: list[Sequence], victims: np.ndarray) -> list[tuple[Sequence, int]]:
-        """Evicts a page of each sequence; returns the sequences and entries whose pages were freed.
+    def later(self, victims: Tensor, due: np.ndarray, sequences: list[Sequence]) -> None:
+        """Takes what a step evicts, for `evict`.
 
-        victims int64 [n]: the index among its retained generated pages.
+        victims int64 [B]: the index among a sequence's retained generated pages. due bool [B].
         """
+        self._later = victims, due, sequences
+
+    def evict(self) -> list[tuple[Sequence, int]]:
+        """Evicts what is due of the last step; returns the sequences and entries that were freed.
+
+        A sequence that ended meanwhile has none.
+        """
+        if self._later is None:
+            return []
+        (victims, due, every), self._later = self._later, None
+        rows = [i for i in np.flatnonzero(due) if every[i].slot >= 0]
+        return self._evict([every[i] for i in rows], victims.cpu().numpy()[rows]) if rows else []
+
+    def _evict(self, sequences: list[Sequence], victims: np.ndarray) -> list[tuple[Sequence, int]]:
         slots = np.asarray([sequence.slot for sequence in sequences])
         rows, place = self._entries[slots], np.arange(self._entries.shape[1])
         gone = np.take_along_axis(rows, victims[:, None], 1)[:, 0]
@@ -133,6 +150,12 @@ class Eviction:
             sequence.evicted_pages += len(free)
             freed += [(sequence, e) for e in free]
         return freed
+
+    def copy(self, other: Eviction) -> None:
+        """Takes over the retained pages of another one's sequences, which have the same slots."""
+        self._entries, self._counts = other._entries.copy(), other._counts.copy()
+        self._pinned, self._present = other._pinned.copy(), other._present.copy()
+        self._most = other._most.copy()
 
     def kept(self, sequence: Sequence) -> Tensor | None:
         """The tokens of a sequence that each layer still has, bool [L, N]; None: all.
@@ -204,6 +227,15 @@ class SequenceState:
         self._lists: list[array[int] | None] = [None] * num_slots
         self._prompts = [0] * num_slots
 
+    def copy(self, other: SequenceState, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Takes over what another state knows of its sequences, each for one of ours."""
+        for name, tensor in other.tensors.items():
+            self.tensors[name].copy_(tensor)
+        self._prompts = [*other._prompts]
+        for theirs, own in pairs:
+            known = other._lists[theirs.slot] is theirs.pages
+            self._lists[own.slot] = own.pages if known else None
+
     def enter(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """Which sequences are in their first decode step, bool [B].
 
@@ -216,6 +248,34 @@ class SequenceState:
                 self._prompts[sequence.slot] = sequence.num_computed
         prompts = [self._prompts[s.slot] for s in sequences]
         return np.asarray(fresh, bool), np.asarray(prompts, np.int64)
+
+
+class KeptTokens:
+    """What each layer has of the sequences, a row per slot; updated as sequences change slots."""
+
+    def __init__(
+        self, policy: Policy, num_layers: int, num_slots: int, device: torch.device
+    ) -> None:
+        self._device = device
+        shares = policy.shares_by_scores or policy.selects_positions
+        self._table = KeptTokenTable(num_layers, num_slots, device, shares=shares)
+        # What each row was filled from.
+        self._kept: list[Tensor | None] = [None] * num_slots
+
+    def rows(self, sequences: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
+        """Of the first `lengths` tokens, int64 [B], of decoding sequences; None: everything."""
+        for sequence in sequences:
+            if self._kept[sequence.slot] is not sequence.kept:
+                self._kept[sequence.slot] = sequence.kept
+                if sequence.kept is None:
+                    self._table.clear(sequence.slot)
+                else:
+                    unpaged = None if sequence.unpaged is None else sequence.unpaged.table
+                    self._table.set(sequence.slot, sequence.kept, sequence.packing, unpaged)
+        if all(sequence.kept is None for sequence in sequences):
+            return None
+        slots = [sequence.slot for sequence in sequences]
+        return self._table.rows(slots, lengths.tolist(), self._device)
 
 
 @dataclass(frozen=True)
@@ -238,6 +298,22 @@ class DecodeInputs:
     written: dict[str, np.ndarray]
     entries: np.ndarray | None = None
     due: np.ndarray | None = None
+
+    def retained(self, tensors: Mapping[str, Tensor]) -> RetainedPages | None:
+        """The pages that are left, for the step; tensors: `sent` on the device."""
+        if self.entries is None or self.due is None:
+            return None
+        generated = self.sent["left_pages"] - self.sent["pinned"]
+        return RetainedPages(
+            page_table=tensors["left_table"],
+            pages=tensors["left_pages"],
+            lengths=tensors["left_lengths"],
+            pinned=tensors["pinned"],
+            goes=tensors["goes"],
+            entries=self.entries,
+            most_generated=int(generated.max()),
+            due=self.due,
+        )
 
 
 class InputsAhead(NamedTuple):

@@ -15,25 +15,20 @@ from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
-from keyhole.engine.allocation import LayerOffloader, allocate, too_long
+from keyhole.engine.allocation import LayerOffloader, allocate
 from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
-from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
-from keyhole.engine.fair_lock import FairLock
+from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
+from keyhole.engine.limits import RequestLimits, adapter_number, end_ids, longest
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
     RequestPolicy,
-    adapter_number,
     beside,
-    check_tokens,
-    end_ids,
-    length_limit,
-    longest,
     requested,
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
@@ -45,7 +40,6 @@ from keyhole.engine.speculation.verifier import Verifier
 from keyhole.errors import (
     CapacityError,
     ConfigError,
-    PromptTooLongError,
     is_out_of_memory,
 )
 from keyhole.grammar import Grammars
@@ -152,6 +146,8 @@ class Engine:
         self._document_prefills: dict[RequestPolicy, DocumentPrefill] = {}
         self._group_numbers = itertools.count(1)
         self.max_pages = self.cache.max_pages
+        placed = self.cache, self.offloader
+        self.limits = RequestLimits(model, self.geometry, config, *placed, self.max_length)
 
     @property
     def has_work(self) -> bool:
@@ -181,7 +177,7 @@ class Engine:
         return recorded.why_not
 
     def under(self, policy: PolicySpec | None) -> RequestPolicy:
-        """The policy of a request, for `check` and `add`; None: the engine's own.
+        """The policy of a request, for `add`; None: the engine's own.
 
         A mapping has those settings of the engine's policy that differ. ConfigError for a policy
         that cannot run over this engine's cache.
@@ -262,15 +258,16 @@ class Engine:
         """
         under, stored = under or self._own, context is not None
         num_tokens = len(prompt) + len(given)
-        params = self._resolve(params, num_tokens, under, stored=stored)
+        params = self.limits.resolve(params, num_tokens, under.policy, stored=stored)
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
                 "draft='eagle3' cannot be used with stored documents; leave one of them out"
             )
         if context is not None:
-            self._document_prefill(under).check(context)
+            self._document_prefill(under)  # refuses a model whose keys cannot be shifted
+            context.check(under.policy)
         tokens = [*prompt, *given] if given else prompt
-        self.check(tokens, params, num_given=len(given), stored=stored, under=under)
+        self.limits.check(tokens, params, under.policy, num_given=len(given), stored=stored)
         assert params.max_tokens is not None
         length = min(num_tokens + params.max_tokens, self.max_length)
         sequence = Sequence(
@@ -292,7 +289,7 @@ class Engine:
             adapter=adapter_number(params.adapter, self.model),
         )
         self._enter(under)
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.enter(sequence)
         return sequence
 
     @property
@@ -324,58 +321,6 @@ class Engine:
             prompt = sequence.tokens[: sequence.num_prompt]
             known = self.stored.give(prompt, sequence.pages, known, under.keeper)
         return known
-
-    def check(
-        self,
-        tokens: Tokens[int],
-        params: SamplingParams,
-        *,
-        num_given: int = 0,
-        stored: bool = False,
-        under: RequestPolicy | None = None,
-    ) -> None:
-        """Raises if a request with these tokens can never be served.
-
-        num_given: how many of the last ones were generated. stored: they are documents, of
-        which only a part may be kept. under: as in `add`.
-        """
-        check_tokens(tokens, params, self.model, self.max_length)
-        under = under or self._own
-        limit = length_limit(self.model, self.max_length, under.policy, stored=stored)
-        if self.model.rope is not None and len(tokens) >= limit:
-            what = "stored documents" if stored else f"policy {under.policy.name!r}"
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens, but under {what} this model takes at most "
-                f"{limit - 1} and one new token ({self.model.rope.reason})"
-            )
-        most = self._resolve(params, len(tokens), under, stored=stored).max_tokens
-        assert most is not None
-        length = min(len(tokens) + most, self.max_length)
-        prompt = len(tokens) - num_given
-        pages = page_limit(under.policy, self.geometry, prompt, length)
-        length = min(length, pages * self.config.page_size)
-        if pages > self.max_pages and not stored:
-            raise CapacityError(too_long(length, self.cache, self.offloader, self.config))
-
-    def _resolve(
-        self,
-        params: SamplingParams,
-        num_tokens: int,
-        under: RequestPolicy,
-        *,
-        stored: bool = False,
-    ) -> SamplingParams:
-        """Parameters without None; max_tokens is what model and KV cache have room for."""
-        params = params.resolve(self.model.defaults)
-        limit = length_limit(self.model, self.max_length, under.policy, stored=stored)
-        if params.max_tokens is not None:
-            if limit == self.max_length:
-                return params
-            return replace(params, max_tokens=max(1, min(params.max_tokens, limit - num_tokens)))
-        pages = page_limit(under.policy, self.geometry, num_tokens, limit)
-        room = self.max_pages * self.config.page_size
-        longest = limit if pages <= self.max_pages else min(room, limit)
-        return replace(params, max_tokens=max(1, longest - num_tokens))
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.

@@ -130,7 +130,7 @@ class HeadRunner:
             # What stands before a token that is known is not: its page holds its own features.
             rows = slice(chunk.rows.start + chunk.known, chunk.rows.stop)
             before = None if fused is None else self._before(fused, chunk)
-            self._append(token_ids, positions, batch, rows, before)
+            self._append(token_ids[rows], positions[rows], batch.slots[rows], before)
         if fused is not None:
             features = self._cache.common["head_features"]
             pages = batch.slots[batch.newest] // self._cache.page_size
@@ -150,15 +150,11 @@ class HeadRunner:
         return torch.cat([first[None], own[:-1]])
 
     def _append(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: Batch,
-        rows: slice,
-        before: Tensor | None,
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, before: Tensor | None
     ) -> None:
-        _, key = self.head(token_ids[rows], positions[rows], before)
-        self.put(key, batch.slots[rows])
+        """Writes the keys of tokens [T]; before: the features of the token before each, [T, H]."""
+        _, key = self.head(token_ids, positions, before)
+        self.put(key, slots)
 
 
 def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPages
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefetch import Loads, Prefetcher, Traffic
 from keyhole.cache.recurrent_state import RecurrentState, RecurrentStep
@@ -19,6 +18,7 @@ from keyhole.engine.decode_inputs import (
     DecodeInputs,
     Eviction,
     InputsAhead,
+    KeptTokens,
     PageTable,
     SequenceState,
     inputs_ahead,
@@ -66,23 +66,17 @@ class Runner:
         gate: SeerGate | None = None,
     ) -> None:
         self._model, self._prefill, self._gate = model, prefill, gate
-        self._recurrent = recurrent
-        self._cache = cache
-        self._policy = policy
-        self._keeper = keeper
+        self._cache, self._recurrent = cache, recurrent
+        self._policy, self._keeper = policy, keeper
         if policy.shifts_keys:
             _ = self._rope_shift  # refuses a model whose keys cannot be shifted
-        self._head_runner = head_runner
-        self._prefetcher = prefetcher
+        self._head_runner, self._prefetcher = head_runner, prefetcher
         self._table = PageTable(max_batch)
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         # The last row is for padding rows of a captured step.
         num_rows = max_batch if recorder is None else max_batch + 1
         self._state = SequenceState(policy, cache.geometry, num_rows, like)
-        shares = policy.shares_by_scores or policy.selects_positions
-        self._kept_tokens = KeptTokenTable(len(cache.keys), max_batch, model.device, shares=shares)
-        # The sequence whose kept tokens each row holds.
-        self._kept: list[Tensor | None] = [None] * max_batch
+        self._kept_tokens = KeptTokens(policy, len(cache.keys), max_batch, model.device)
         self._keeps_data = any(cache.data)
         self._loads: Loads | None = None  # of the last step, until they are counted
         evicts = policy.page_limit(np.ones(1, np.int64), cache.page_size) is not None
@@ -104,8 +98,6 @@ class Runner:
         self._unverified: tuple[RecurrentStep, list[tuple[Sequence, int]]] | None = None
         # Of the next step, if its rows are those of the last one.
         self._ahead: InputsAhead | None = None
-        # Of the last step: the page that each sequence evicts, which are due, and the sequences.
-        self._victims: tuple[Tensor, np.ndarray, list[Sequence]] | None = None
 
     def traffic(self) -> list[Traffic]:
         """What the last step's decoding sequences loaded, once; waits for the device.
@@ -146,7 +138,8 @@ class Runner:
         ends = len(rows) + np.cumsum([end - start for _, start, end in spans], dtype=np.int64)
         last = [i for i, (s, _, end) in enumerate(spans) if s.wants_logits(end)]
         row = (self._send(tokens), self._send(positions))
-        batch = self._begin(plan, inputs, *row)
+        batch = self._batch(plan, inputs)
+        self._before(*row, batch)
         places = self._send(_join([np.asarray(wanted), ends[last] - 1]))
         logits = self._model.forward(*row, batch, places)
         reads = self.end(plan, *row, batch)
@@ -158,7 +151,9 @@ class Runner:
         token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
         """
         self.evict()
-        return self._begin(plan, self._inputs(plan), token_ids, positions)
+        batch = self._batch(plan, self._inputs(plan))
+        self._before(token_ids, positions, batch)
+        return batch
 
     def end(
         self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
@@ -167,8 +162,8 @@ class Runner:
         victims, reads = self._after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._loads = self._prefetcher.end() if loading and self._prefetcher else None
-        if victims is not None and batch.step is not None and batch.step.retained is not None:
-            self._victims = victims, batch.step.retained.due, plan.decodes
+        if victims is not None and self._eviction and batch.step and batch.step.retained:
+            self._eviction.later(victims, batch.step.retained.due, plan.decodes)
         self._trace(plan, batch)
         self._count_blocks(plan, batch)
         if batch.recurrent is not None:
@@ -218,23 +213,24 @@ class Runner:
         self._table.renumber()
         self._ahead = None
 
+    def copy_rows(self, other: Runner, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Continues sequences of another runner of as many rows, which has no step in progress.
+
+        pairs: a sequence of it and ours, which has the same slot and pages of its own.
+        """
+        self._state.copy(other._state, pairs)
+        if self._eviction is not None and other._eviction is not None:
+            self._eviction.copy(other._eviction)
+
     def cut(self, sequence: Sequence) -> None:
         """The last pages of a sequence's list were removed. Between steps."""
         self._table.cut(sequence)
         self._ahead = None
 
     def evict(self) -> None:
-        """Frees the pages that the policy gives up, once the host has waited for the step anyway.
-
-        A sequence that ended meanwhile has none.
-        """
-        if self._victims is None or self._eviction is None:
-            return
-        (victims, due, decodes), self._victims = self._victims, None
-        rows = [i for i in np.flatnonzero(due) if decodes[i].slot >= 0]
-        if rows:
-            some = victims.cpu().numpy()[rows]
-            for sequence, entry in self._eviction.evict([decodes[i] for i in rows], some):
+        """Frees the pages that the policy gives up; the host has waited for the step anyway."""
+        if self._eviction is not None:
+            for sequence, entry in self._eviction.evict():
                 self._table.forget(sequence, entry)
 
     def kept(self, sequence: Sequence) -> Tensor | None:
@@ -255,17 +251,6 @@ class Runner:
         if self._head_runner is not None:
             self._head_runner.check(int(inputs.position.max()) + 1)
         return inputs
-
-    def _begin(
-        self,
-        plan: SchedulerOutput,
-        inputs: DecodeInputs | None,
-        token_ids: Tensor,
-        positions: Tensor,
-    ) -> Batch:
-        batch = self._batch(plan, inputs)
-        self._before(token_ids, positions, batch)
-        return batch
 
     def _before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
         """The policy's choice before the forward."""
@@ -329,8 +314,8 @@ class Runner:
         """What `run` gives, after a plain step; and all that it leaves on the host."""
         rows, count = plan.rows, len(plan.rows)
         self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
-        if outputs.victims is not None and inputs.due is not None:
-            self._victims = outputs.victims[:count], inputs.due, plan.decodes
+        if outputs.victims is not None and self._eviction and inputs.due is not None:
+            self._eviction.later(outputs.victims[:count], inputs.due, plan.decodes)
         for sequence in plan.decodes:
             sequence.num_computed += 1
         # Not where pages are evicted, which is known after the step.
@@ -364,12 +349,12 @@ class Runner:
                 known = int(sequence.repeated == start)
                 chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
             else:
-                chunks.append(self._scattered(sequence.kept, rows, place, listed))
+                where = rows, start, listed, sequence.first, sequence.slot
+                chunks.append(ScatteredChunk.after(sequence.kept, *where))
             row += count
-        lengths = [(s.rope_length, 1) for s in rows_of]
-        lengths += [(s.rope_length, count) for s, count in plan.chunks]
-        adapters = [(s.adapter, 1) for s in rows_of]
-        adapters += [(s.adapter, count) for s, count in plan.chunks]
+        counts = [*((s, 1) for s in rows_of), *plan.chunks]
+        lengths = [(s.rope_length, count) for s, count in counts]
+        adapters = [(s.adapter, count) for s, count in counts]
         keep = self._keeps_data
         written = _join(slots)
         last = np.append(written[1:] != written[:-1] + 1, True) | (written % size == size - 1)
@@ -400,42 +385,12 @@ class Runner:
         prompts = [(s.slot, count, s.num_computed == 0) for s, count in plan.chunks]
         return RecurrentStep.of(self._recurrent, decoding, prompts, self._model.device)
 
-    def _scattered(
-        self, kept: Tensor, rows: slice, positions: np.ndarray, table: Tensor
-    ) -> ScatteredChunk:
-        """Prompt tokens after documents of which layers dropped some."""
-        after = np.arange(kept.shape[1], positions[-1] + 1)
-        seen = [np.concatenate([np.flatnonzero(layer), after]) for layer in kept.numpy()]
-        return ScatteredChunk(
-            rows=rows,
-            positions=self._send(positions),
-            pages=table,
-            seen=[self._send(_join([row])) for row in seen],
-            start=int(positions[0]),
-        )
-
-    def _there(self, rows: list[Sequence], lengths: np.ndarray) -> KeptTokenRows | None:
-        """What each layer has of the decoding sequences; None: everything."""
-        for sequence in rows:
-            if self._kept[sequence.slot] is not sequence.kept:
-                self._kept[sequence.slot] = sequence.kept
-                if sequence.kept is None:
-                    self._kept_tokens.clear(sequence.slot)
-                else:
-                    unpaged = None if sequence.unpaged is None else sequence.unpaged.table
-                    kept = sequence.kept, sequence.packing, unpaged
-                    self._kept_tokens.set(sequence.slot, *kept)
-        if all(sequence.kept is None for sequence in rows):
-            return None
-        slots = [sequence.slot for sequence in rows]
-        return self._kept_tokens.rows(slots, lengths.tolist(), self._model.device)
-
     def _entered(self, rows: list[Sequence], inputs: DecodeInputs) -> Step:
         """The step of these sequences, with their documents and offloaded layers."""
         step = self._step(inputs, {name: self._send(x) for name, x in inputs.sent.items()})
-        step.kept_tokens = self._there(rows, inputs.position + 1)
+        step.kept_tokens = self._kept_tokens.rows(rows, inputs.position + 1)
         if step.retained is not None:
-            there = self._there(rows, inputs.sent["left_lengths"])
+            there = self._kept_tokens.rows(rows, inputs.sent["left_lengths"])
             step.retained = replace(step.retained, kept_tokens=there)
         if self._prefetcher is not None:
             self._prefetcher.begin(step.sequences.slots, step.page_table, step.lengths)
@@ -443,19 +398,6 @@ class Runner:
 
     def _step(self, inputs: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
         """tensors: what was sent of the inputs."""
-        remaining = None
-        if inputs.entries is not None and inputs.due is not None:
-            generated = inputs.sent["left_pages"] - inputs.sent["pinned"]
-            remaining = RetainedPages(
-                page_table=tensors["left_table"],
-                pages=tensors["left_pages"],
-                lengths=tensors["left_lengths"],
-                pinned=tensors["pinned"],
-                goes=tensors["goes"],
-                entries=inputs.entries,
-                most_generated=int(generated.max()),
-                due=inputs.due,
-            )
         return Step(
             lengths=tensors["lengths"],
             pages=tensors["pages"],
@@ -472,7 +414,7 @@ class Runner:
                 state=self._state.tensors,
             ),
             cache=CachedLayers(self._cache.keys, self._cache.data, self._rotation),
-            retained=remaining,
+            retained=inputs.retained(tensors),
             gate=self._gate,
         )
 

@@ -1,118 +1,30 @@
-"""Validates requests: token ids and parameters, and a policy for a single request."""
+"""The policy of a single request.
+
+All requests of an engine share its pages, its retrieval head and its offloaded layers, whose
+layout follows the engine's own policy. Another policy can run if that layout has everything it
+needs; its state per sequence and its CUDA graphs are its own. Any other policy is refused when
+the request is made, before it is queued.
+
+Prefixes are shared within a `page_group`: the requests whose pages hold what each of them needs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import EngineConfig, SamplingParams, require_known
+from keyhole.config import require_known
 from keyhole.engine.allocation import page_data
-from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
-from keyhole.models.model import Model
+from keyhole.errors import ConfigError
 from keyhole.planner import MemoryModel
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from keyhole.policies.controls import Full
 from keyhole.registry import require_depth
-
-
-def longest(model: Model, config: EngineConfig) -> int:
-    """The maximum length of a sequence. ConfigError for a `max_length` above the model's."""
-    if config.max_length is None:
-        return model.max_length
-    if config.max_length > model.max_length:
-        raise ConfigError(
-            f"max_length {config.max_length} must be at most {model.max_length}: "
-            f"{model.length_reason}"
-        )
-    return config.max_length
-
-
-def length_limit(model: Model, max_length: int, policy: Policy, *, stored: bool) -> int:
-    """The maximum length of a sequence under a policy, below `max_length` if its keys are shifted.
-
-    stored: it begins with stored documents.
-    """
-    if model.rope is None or not (stored or policy.shifts_keys):
-        return max_length
-    return min(max_length, model.rope.threshold)
-
-
-def check_tokens(
-    tokens: Sequence[int], params: SamplingParams, model: Model, max_length: int
-) -> None:
-    """RequestError for tokens or parameters that the model does not support.
-
-    PromptTooLongError if no new token fits below `max_length`; UnknownNameError for a LoRA adapter
-    that is not loaded.
-    """
-    adapter_number(params.adapter, model)
-    if not tokens:
-        raise RequestError("the prompt is empty; give at least one token")
-    wrong = [t for t in tokens if not 0 <= t < model.vocab_size]
-    if wrong:
-        right = f"0 to {model.vocab_size - 1}"
-        raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
-    if (params.stop or params.bad_words) and model.tokenizer is None:
-        name = "stop" if params.stop else "bad_words"
-        raise RequestError(f"{name} needs a tokenizer; this model has none", field=name)
-    _check_ids("logit_bias", params.logit_bias or (), model.vocab_size)
-    # A tokenizer may have more. Counting its ids takes long, so only where it decides.
-    beyond = [token for token in params.stop_token_ids if token >= model.vocab_size]
-    if beyond:
-        count = 0 if model.tokenizer is None else len(model.tokenizer)
-        _check_ids("stop_token_ids", beyond, max(model.vocab_size, count))
-    if (params.logprobs or 0) > model.vocab_size:
-        raise RequestError(
-            f"logprobs {params.logprobs} must be at most {model.vocab_size}, the tokens "
-            "of this model",
-            field="logprobs",
-        )
-    if len(tokens) >= max_length:
-        reason = model.length_reason
-        if max_length < model.max_length:
-            reason = "set by max_length"
-        raise PromptTooLongError(
-            f"the prompt has {len(tokens)} tokens, but this model takes at most "
-            f"{max_length - 1} and one new token ({reason})"
-        )
-
-
-def end_ids(params: SamplingParams, model: Model) -> list[int]:
-    """The tokens that end a sequence, of those that the model has scores for."""
-    eos = () if params.ignore_eos else model.eos_token_ids
-    return [token for token in {*eos, *params.stop_token_ids} if token < model.vocab_size]
-
-
-def _check_ids(name: str, ids: Iterable[int], count: int) -> None:
-    wrong = [token for token in ids if token >= count]
-    if wrong:
-        right = f"0 to {count - 1}"
-        message = f"{name}: token id {wrong[0]} is not one of this model's, {right}"
-        raise RequestError(message, field=name)
-
-
-def adapter_number(name: str | None, model: Model) -> int:
-    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that is not loaded."""
-    try:
-        return model.adapters.number(name)
-    except ValueError:
-        raise UnknownNameError("adapter", str(name), model.adapters.digests) from None
-
-
-# The policy of a single request.
-#
-# All requests of an engine share its pages, its retrieval head and its offloaded layers, whose
-# layout follows the engine's own policy. Another policy can run if that layout has everything it
-# needs; its state per sequence and its CUDA graphs are its own. Any other policy is refused when
-# the request is made, before it is queued.
-#
-# Prefixes are shared within a `page_group`: the requests whose pages hold what each of them needs.
-
 
 #: The policy of a call: as `LLM` accepts it, or settings that differ from those of the `LLM`.
 PolicySpec = Policy | str | Path | Mapping[str, Any]

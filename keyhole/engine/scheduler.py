@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -27,13 +27,12 @@ from keyhole.config import EngineConfig
 from keyhole.engine.allocation import Demand
 from keyhole.engine.decode_inputs import page_limit
 from keyhole.engine.documents.filling import Filling, Pace
+from keyhole.engine.fairness import FairQueue
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
 _NO_PAGES = np.zeros(0, np.int32)
-#: Callers whose turns are remembered; beyond it, only those whose turn is still to come.
-_MOST_CALLERS = 1024
 
 
 @dataclass
@@ -91,7 +90,7 @@ class Scheduler:
         pace: Pace,
         recurrent: RecurrentState | None = None,
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self._cache = cache
         self._prefix = prefix
@@ -106,24 +105,6 @@ class Scheduler:
         self.lent: list[int] = []  # pages in which documents are being encoded
         self._slots = list(range(config.max_batch - 1, -1, -1))
         self._most_of_one = max(1, int(config.max_prefill_share * config.prefill_chunk))
-        self._turn = 0  # the latest that was admitted
-        self._next_turns: dict[str, int] = {}  # by caller
-
-    def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence into the queue, where callers take turns.
-
-        Start-time fair queueing: a caller's next request gets the turn after its last one, or the
-        current turn if that one is past. The requests of one caller stay in order.
-        """
-        turn = max(self._turn, self._next_turns.get(sequence.caller, 0))
-        if len(self._next_turns) >= _MOST_CALLERS:
-            later = {caller: t for caller, t in self._next_turns.items() if t > self._turn}
-            self._next_turns = later
-        self._next_turns[sequence.caller] = turn + 1
-        sequence.turn, place = turn, len(self.waiting)
-        while place and self.waiting[place - 1].turn > turn:
-            place -= 1
-        self.waiting.insert(place, sequence)
 
     def schedule(self) -> SchedulerOutput:
         """The next step, with pages for all its tokens; an empty plan means nothing to do."""
@@ -175,8 +156,7 @@ class Scheduler:
                 continue
             if not admitted:
                 break
-            self.waiting.remove(sequence)
-            self._turn = max(self._turn, sequence.turn)
+            self.waiting.admit(sequence)
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             budget -= self._enter(sequence, count, plan)
         return budget
@@ -280,9 +260,10 @@ class Scheduler:
 
     def _filling(self) -> Sequence | None:
         """The sequence whose documents are filled now: the one that began, or the first."""
-        self._end_stall()
         if self._stalled is not None:
-            return None
+            if self.running or self.lent:
+                return None
+            self._stalled = None  # nothing else holds pages
         begun = next((one for one in self.waiting if one.filling is not None), None)
         if begun is not None:
             return begun if begun.wants_documents else None
@@ -292,11 +273,6 @@ class Scheduler:
         # Requests before it in the queue get pages first.
         first = next(ready, None)
         return first if first is not None and first.wants_documents else None
-
-    def _end_stall(self) -> None:
-        """Ends the wait for pages once nothing else holds any."""
-        if self._stalled is not None and not (self.running or self.lent):
-            self._stalled = None
 
     def _is_blocked(self, sequence: Sequence) -> bool:
         # Without a prefix cache there is nothing to share.

@@ -38,6 +38,7 @@ from keyhole.engine.documents.encoder import encode
 from keyhole.errors import ConfigError
 from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import expanded
+from keyhole.kernels.reference import members
 from keyhole.llm import LLM
 from keyhole.models.batch import Batch
 from keyhole.models.model import Model
@@ -276,7 +277,7 @@ class _Sums:
         self.delta.on_scores(layer, (largest[:, None],), step)
         assert step.shared_selection is not None
         chosen, step.shared_selection = step.shared_selection, None
-        pages = dense_run.members(chosen.indices, largest.shape[1])[:, 0]
+        pages = members(chosen.indices, largest.shape[1])[:, 0]
         return chosen, pages.double()
 
 

@@ -43,6 +43,7 @@ from keyhole.eval.workload import (
     serve,
 )
 from keyhole.kernels import ScoreRequest, Selection
+from keyhole.kernels.reference import members
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy, Step
 from keyhole.policies.controls import Full
@@ -388,11 +389,8 @@ def recall(weights: Tensor, indices: np.ndarray, unit: int) -> float:
     1, Hkv or Hq.
     """
     heads, length = weights.shape
-    seen = torch.zeros(len(indices), -(-length // unit) + 1, dtype=torch.bool)
-    seen.scatter_(
-        1, torch.from_numpy(indices).long() % seen.shape[1], True
-    )  # -1, the padding, sets the extra last entry
-    tokens = seen[:, :-1].repeat_interleave(unit, 1)[:, :length].to(weights.device)
+    seen = members(torch.from_numpy(indices), -(-length // unit))
+    tokens = seen.repeat_interleave(unit, 1)[:, :length].to(weights.device)
     tokens = tokens.repeat_interleave(heads // len(tokens), 0)
     return float(((weights * tokens).sum(1) / weights.sum(1)).mean())
 

@@ -135,10 +135,6 @@ def under_budgets(given: Sequence[Method], budgets: Sequence[Budget]) -> list[Me
     return found
 
 
-CONTROL_NAMES = ("recent", "random", "oracle")
-_SINK_SIZE = "sink_size"
-
-
 def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, Policy]:
     """The controls of a resolved policy by name; {} for one that is dense or has no budget.
 
@@ -150,7 +146,7 @@ def controls_of(policy: Policy, geometry: Geometry, seed: int = 0) -> dict[str, 
     if policy.dense or budget is None:
         return {}
     layers = policy.dense_layers(geometry)
-    sinks = settings.get(_SINK_SIZE) or 0
+    sinks = settings.get(_SINKS) or 0
     return {
         "recent": StreamingLLM(token_budget=budget, sink_size=sinks, full_layers=layers),
         "random": RandomTokens(token_budget=budget, sink_size=sinks, full_layers=layers, seed=seed),
@@ -239,8 +235,7 @@ class Published(Terms):
 SELECTION_LAYERS = ("delta_layers", "selection_layers", "filter_layers")
 NO_MORE_DENSE = {"dense_after": 0}
 """Settings that would make further layers dense, with the values that prevent it."""
-_AFTER = "dense_after"
-_FULL_LAYERS, _SINKS, _WINDOW, _PAGES = "full_layers", "sink_size", "window_size", "recent_pages"
+FULL_LAYERS, _SINKS, _WINDOW, _PAGES = "full_layers", "sink_size", "window_size", "recent_pages"
 
 #: Settings that some methods lack by definition; they take part nevertheless.
 BY_DEFINITION = {
@@ -280,10 +275,8 @@ def equal_terms(
     if choosing and not dense:
         raise UnequalTermsError(f"{name} selects in a dense layer, and the dense set is empty")
     shared |= dict.fromkeys(choosing, dense[-1:])
-    if _AFTER in fields:
-        shared[_AFTER] = 0
     shared |= {field: value for field, value in NO_MORE_DENSE.items() if field in fields}
-    shared[_FULL_LAYERS] = dense[:-1] if choosing else dense
+    shared[FULL_LAYERS] = dense[:-1] if choosing else dense
     if _SINKS not in lacks:
         shared[_SINKS] = sinks
     if _WINDOW not in lacks:

@@ -125,7 +125,7 @@ class Evaluation:
         asked = {length: self._asked(length) for length in self._grid.lengths}
         total = sum(len(asked[group.length]) for group in groups)
         bar = tqdm(total=total, unit="cell", disable=None)
-        gc.freeze()  # objects made before need not be visited by `_release` each time
+        gc.freeze()  # objects made before need not be visited by `release_engines` each time
         try:
             with bar:
                 for group in groups:
@@ -187,7 +187,7 @@ class Evaluation:
             outcome.refused.append(group.fields() | one.refused(error) | {"samples": group.samples})
             return None
         finally:
-            self._release()
+            release_engines(self._model)
         if line is not stored:
             self._file.add(line)
         if line not in outcome.lines:  # two budgets may be equal
@@ -210,17 +210,10 @@ class Evaluation:
 
     def _maps(self, group: Group, policy: Policy) -> list[dict[str, Any]]:
         """Maps of the first sample; none if it is answered without a decode step."""
-        self._release()
+        release_engines(self._model)
         shown = group.workload.shown(group.length, group.setup)
         layers = policy_trace.mapped_layers(self._geometry)
         return policy_trace.selection_maps(self._engine, policy, shown, layers)
-
-    def _release(self) -> None:
-        """Frees memory: the next engine uses what is free when it is made."""
-        self._model.unwatch()  # hidden states for a retrieval head
-        gc.collect()  # engine and scheduler refer to each other
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _engine(self, policy: Policy, prefill: PrefillPolicy | None = None) -> Engine:
         config = self._grid.config
@@ -248,6 +241,13 @@ class Evaluation:
                 },
             }
         )
+
+
+def release_engines(model: Model) -> None:
+    """Frees the memory of a model's engines: the next one uses what is free when it is made."""
+    model.unwatch()  # hidden states for a retrieval head
+    gc.collect()  # engine and scheduler refer to each other
+    torch.cuda.empty_cache()  # no effect without a GPU
 
 
 def require_length(model: Model, length: int) -> None:

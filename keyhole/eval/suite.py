@@ -36,6 +36,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.forced_text import AttentionRecall, Perplexity, TinyText, WindowedText
 from keyhole.eval.line_file import EvalOutcome, Line, LineFile
 from keyhole.eval.methods import (
+    FULL_LAYERS,
     GIVEN,
     NO_MORE_DENSE,
     SELECTION_LAYERS,
@@ -55,8 +56,6 @@ from keyhole.eval.workload import Answered, Workload
 from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.policies.base import Policy
-
-_FULL_LAYERS = "full_layers"
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,16 @@ def layer_settings(
     such settings.
     """
     selecting = [name for name in SELECTION_LAYERS if name in fields]
-    if _FULL_LAYERS not in fields:
+    if FULL_LAYERS not in fields:
         yield {}
         return
     for dense in dense_sets(geometry, size):
         if not selecting:
-            yield {_FULL_LAYERS: dense}
+            yield {FULL_LAYERS: dense}
         for begin in range(len(dense) if selecting else 0):
             # Everything before the first selection layer is read; it must be in the set anyway.
             if dense[: begin + 1] == geometry.full_attention[: begin + 1]:
-                layers = {_FULL_LAYERS: dense[:begin]} | dict.fromkeys(selecting, dense[begin:])
+                layers = {FULL_LAYERS: dense[:begin]} | dict.fromkeys(selecting, dense[begin:])
                 yield layers | {
                     name: NO_MORE_DENSE[name] for name in NO_MORE_DENSE if name in fields
                 }
@@ -220,7 +219,7 @@ def best_trial(
 
 
 def _has_size(policy: Policy, free: Collection[str], geometry: Geometry, dense_size: int) -> bool:
-    if "full_layers" not in free:
+    if FULL_LAYERS not in free:
         return True
     return len(policy.dense_layers(geometry)) == min(dense_size, len(geometry.full_attention))
 

@@ -20,8 +20,7 @@ selection and of its budget, as in SpeContext. Two selections need no head:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -34,7 +33,6 @@ from transformers import DynamicCache
 from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
-from keyhole.models.attention import NAME
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.policies import available_policies
@@ -44,7 +42,7 @@ from keyhole.policies.spe_context import SpeContext
 from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training import objectives
-from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
+from keyhole.retrieval.training.teacher import Teacher, TeacherTargets, attending_by
 from keyhole.retrieval.training.training_config import Corpus
 
 #: Largest error allowed, see `Check.error`. Sums in another order cost float32 up to 2e-5 on the
@@ -144,7 +142,7 @@ class Eager:
         where = (tokens, count)
         if where not in self._known:
             ids = torch.tensor([tokens], device=self._model.device)
-            with self._switched():
+            with attending_by(self._model.network, "eager"):
                 out = self._model.network(input_ids=ids, use_cache=False, logits_to_keep=count)
             self._known[where] = out.logits[0].float().cpu()
         return self._known[where]
@@ -166,7 +164,7 @@ class Eager:
     def _decoded(self, tokens: list[int]) -> Tensor:
         """Logits [T, vocabulary] of decoding token by token."""
         cache, rows = DynamicCache(), []
-        with self._switched():
+        with attending_by(self._model.network, "eager"):
             for token in tokens:
                 ids = torch.tensor([[token]], device=self._model.device)
                 out = self._model.network(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -185,20 +183,12 @@ class Eager:
         handle = embeddings.register_forward_hook(change)
         try:
             ids = torch.tensor([tokens], device=self._model.device)
-            with self._switched():
+            with attending_by(self._model.network, "eager"):
                 out = self._model.network(input_ids=ids, use_cache=False)
         finally:
             handle.remove()
         logits: Tensor = out.logits[0].float().cpu()
         return logits
-
-    @contextmanager
-    def _switched(self) -> Iterator[None]:
-        self._model.network.set_attn_implementation("eager")
-        try:
-            yield
-        finally:
-            self._model.network.set_attn_implementation(NAME)
 
 
 def _prompts(model: Model, length: int | None) -> list[list[int]]:

@@ -7,7 +7,6 @@ import statistics
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -317,7 +316,8 @@ class Hooks:
             if last is None:
                 raise full(pages)
             if last != row.pages[-1]:
-                row.kept, row.pages = runner.kept(row), array("i", [*row.pages[:-1], last])
+                row.pages[-1] = last
+                runner.renumber()
         fresh = pages.allocate(max(0, -(-length // size) - len(row.pages)))
         if fresh is None:
             raise full(pages)

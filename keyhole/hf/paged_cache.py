@@ -110,7 +110,8 @@ class PagedCache:
         copy._length = self._length
         for row, own in zip(self.rows, copy.rows, strict=True):
             own.pages, own.num_computed = self._another(row.pages), row.num_computed
-            own.kept, own.leaving = self.runner.kept(row), list(row.leaving)
+            own.kept, own.leaving = row.kept, list(row.leaving)
+        copy.runner.copy_rows(self.runner, zip(self.rows, copy.rows, strict=True))
         return copy
 
     def _another(self, pages: array[int]) -> array[int]:

@@ -77,39 +77,47 @@ from typing import TYPE_CHECKING, Any
 from keyhole.kernels.selection import LowRank, PagedQuery, ScoreRequest, Selection
 
 if TYPE_CHECKING:
-    from keyhole.kernels.composed import (
-        Rotation,
+    from keyhole.kernels.composed.blocks import (
         add_received,
         antidiagonal_scores,
-        attend_and_score_chosen,
-        attend_low_rank,
-        attend_per_query_head,
         between_ends,
         block_pages,
         block_scores,
+        index_scores,
+        pool_keys,
+        represent_blocks,
+    )
+    from keyhole.kernels.composed.clusters import (
+        attend_per_query_head,
         bound_scores_per_query_head,
-        chunk_landmarks,
-        chunk_scores,
         cluster_scores,
         cluster_scores_per_query_head,
-        decompose,
-        drop_oldest,
         form_clusters,
-        head_scores_chosen,
-        index_scores,
-        keep,
+    )
+    from keyhole.kernels.composed.low_rank import (
+        Rotation,
+        attend_low_rank,
+        chunk_landmarks,
+        chunk_scores,
+        decompose,
+        outlier_chunks,
+    )
+    from keyhole.kernels.composed.observation import (
         keep_queries,
-        kept,
         last_queries,
         most_observed,
         observed_attention,
-        outlier_chunks,
-        pool_keys,
-        prompt_scores,
         read_kept,
         redundancy_scores,
+    )
+    from keyhole.kernels.composed.selections import (
+        attend_and_score_chosen,
+        drop_oldest,
+        head_scores_chosen,
+        keep,
+        kept,
+        prompt_scores,
         renew_stamps,
-        represent_blocks,
         with_newer,
     )
     from keyhole.kernels.operations import (
@@ -225,8 +233,9 @@ __all__ = [
     "with_newer",
 ]
 
+_COMPOSED = ("blocks", "clusters", "low_rank", "observation", "selections")
 #: Where an operation is looked up; `reference` last, as its functions are the twins.
-_MODULES = ("operations", "composed", "reference")
+_MODULES = ("operations", *(f"composed.{name}" for name in _COMPOSED), "reference")
 
 
 def __getattr__(name: str) -> Any:

@@ -80,11 +80,12 @@ def attention(
     else:
         new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    window = layout.window
+    _write(batch, layer, rows, new_key, new_value, window, options)
     if layout.index_topk is not None:
-        _write(batch, layer, rows, new_key, new_value, None, options)
         out = torch.cat(indexed_attention.attend(batch, layer, rows, indices, options))
     else:
-        out = _paged(batch, layer, rows, new_key, new_value, layout.window, options)
+        out = _read(batch, layer, rows, new_key, new_value, window, options)
     if layout.shared_values:
         out = expand(module, out)
     return out[None], None
@@ -111,20 +112,6 @@ def rotate_and_attend(
     query, key = kernels.apply_rope_and_append(*pages, query, key, value, *rope, batch.slots)
     options, window = {"scale": scale, "softcap": None, "sinks": None}, layout.window
     _show_written(batch, layer, query, window, options)
-    return _read(batch, layer, query, key, value, window, options)
-
-
-def _paged(
-    batch: Batch,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    window: int | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Writes key and value [T, Hkv, D], reads for query [T, Hq, D]; returns [T, Hq, Dv]."""
-    _write(batch, layer, query, key, value, window, options)
     return _read(batch, layer, query, key, value, window, options)
 
 
@@ -166,7 +153,7 @@ def _write(
     window: int | None,
     options: dict[str, Any],
 ) -> None:
-    """Writes key and value, and passes queries and keys to the policy and other observers.
+    """Writes key and value [T, Hkv, D]; the policy and other observers see these and query.
 
     Raises LastLayer where the forward pass may end.
     """
@@ -219,7 +206,6 @@ def _show(batch: Batch, layer: int, query: Tensor, options: dict[str, Any]) -> N
     if batch.step is not None:
         batch.policy.on_queries(layer, query[: batch.num_decode], batch.step, options)
     for chunk in batch.chunks:
-        assert isinstance(chunk, Chunk), "a policy that reads queries has no stored documents"
         where = (batch.cache.keys[layer], batch.cache.data[layer], chunk.pages)
         shown = PromptQueries(
             query[chunk.rows], *where, chunk.start, chunk.first, chunk.slot, batch.state

@@ -49,7 +49,7 @@ class ScatteredChunk:
     new keys and values are stored; fused: those where they are combined with the old ones by
     `update(new, old)` before; elsewhere the old ones stay and are read. None: written everywhere.
     queries: called by every layer with its number and its rotated queries [T, Hq, D].
-    start, known: as in `Chunk`, for consecutive tokens, as the runner's are.
+    start, known, first, slot: as in `Chunk`, for consecutive tokens, as the runner's are.
     deviations: for the layers that are its keys, gets |new - old|^2 of keys and of values, summed
         over heads and numbers, float32 [2, T].
     unbroken: whether `positions` are start, start + 1, ...; a layer that also sees every token
@@ -70,7 +70,31 @@ class ScatteredChunk:
     unbroken: bool = False
     start: int = 0
     known: int = 0
+    first: int = 0
+    slot: int = 0
     places: Sequence[Tensor] | None = None
+
+    @classmethod
+    def after(
+        cls, kept: Tensor, rows: slice, start: int, pages: Tensor, first: int, slot: int
+    ) -> ScatteredChunk:
+        """Prompt tokens from `start` on, after documents of which layers dropped some, or after
+        evicted pages.
+
+        kept: bool [L, N] on the CPU, which of the first N tokens each layer has. The others as in
+        `Chunk`.
+        """
+        end, device = start + rows.stop - rows.start, pages.device
+        later = torch.arange(kept.shape[1], end)
+        return cls(
+            rows=rows,
+            positions=torch.arange(start, end, device=device),
+            pages=pages,
+            seen=[torch.cat([layer.nonzero()[:, 0], later]).to(device) for layer in kept],
+            start=start,
+            first=first,
+            slot=slot,
+        )
 
     def on(self, place: torch.device) -> ScatteredChunk:
         """The same for layers on another device; layers that share a tensor share its copy."""

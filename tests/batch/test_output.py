@@ -56,6 +56,12 @@ def test_errors_are_distinguished_from_answers(tmp_path: Path) -> None:
         assert [*file.statuses.values()] == [True, False, False]
 
 
+def test_a_custom_id_with_half_a_character_stays_as_it_is() -> None:
+    """JSON can write one. It became a question mark, so that no line had the answer's id."""
+    given = {**entry(1), "custom_id": "\ud800"}
+    assert json.loads(as_line(given)) == given
+
+
 @pytest.mark.parametrize("content", [b"my thesis\n", b"my thesis", b'{"id": 7}\n', b"\0x", b"[]\n"])
 def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "thesis.txt"

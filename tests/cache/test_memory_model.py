@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.cache.layout import Geometry, data_bytes, layer_memory
-from keyhole.cache.pages import bytes_per_page
+from keyhole.cache.layout import Geometry, bytes_per_page, data_bytes, layer_memory
 from keyhole.cache.resident_buffer import ResidentBuffer
 from keyhole.models import families
 from keyhole.planner import MemoryModel, buffer_tokens
@@ -49,12 +48,14 @@ def test_buffers_are_those_of_an_offloaded_layer(
 ) -> None:
     layout = families.layouts(make_config(kind))[0]
     geometry = Geometry(layers=(layout,), num_query_heads=4, page_size=16, itemsize=2)
-    model = MemoryModel.measured(
+    model = MemoryModel(
         layers=layer_memory(geometry, num_heads),
         requests=3,
         token_budget=token_budget,
+        buffer_tokens=buffer_tokens(token_budget, 16),
         page_size=16,
         weight_bytes=0,
+        list_page_bytes=8,
     )
     buffer = ResidentBuffer(
         layout,

@@ -7,8 +7,8 @@ import torch
 
 from keyhole.cache import huge_pages
 from keyhole.cache import pages as pages_module
-from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.cache.pages import PageCache, bytes_per_page
+from keyhole.cache.layout import Geometry, LayerLayout, bytes_per_page
+from keyhole.cache.pages import PageCache
 from keyhole.errors import CapacityError
 
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)

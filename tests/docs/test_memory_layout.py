@@ -10,8 +10,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 import keyhole
 from keyhole.bench.settings import SHAPES
-from keyhole.cache.layout import Geometry
-from keyhole.cache.pages import _FIRST_PAGES, PageCache, bytes_per_page
+from keyhole.cache.layout import Geometry, bytes_per_page
+from keyhole.cache.pages import _FIRST_PAGES, PageCache
 from keyhole.models import families
 from keyhole.policies import make_policy
 from tests.docs.markdown import DOCS

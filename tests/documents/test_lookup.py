@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.documents.reader import DocumentLookup
+from keyhole.documents.lookup import DocumentLookup
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import file_of
 from keyhole.documents.store import DocumentStore, RecordError

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,6 +15,7 @@ from keyhole import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from keyhole.engine.sequence import Piece
 from tests.checkpoints import make_model
 
+ROOT = Path(__file__).parents[2]
 TASKS = 200
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -166,6 +169,31 @@ def test_all_requests_end_with_an_error(llm: LLM) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_no_step_runs_when_python_ends(tmp_path: Path) -> None:
+    """Ctrl-C in `keyhole batch` ended one run in five by SIGABRT: Python ended the thread of the
+    steps while it computed.
+    """
+    program = f"""
+import asyncio, atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # the last one to run
+from keyhole import LLM, AsyncLLM, SamplingParams
+served = AsyncLLM(LLM({make_model("llama", tmp_path, vocab_size=64)!r}, memory="8MiB"))
+
+async def first() -> None:
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    pieces = served.stream([5, 6], params)
+    await anext(pieces)
+    globals().update(kept=pieces)  # it is not left
+
+loop = asyncio.new_event_loop()
+loop.run_until_complete(first())
+"""
+    line = [sys.executable, "-c", program]
+    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "['MainThread']\n"
+
+
 def test_threads_may_use_the_llm_meanwhile(llm: LLM) -> None:
     wanted = [llm.generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
     served = AsyncLLM(llm)

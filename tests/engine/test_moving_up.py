@@ -404,8 +404,14 @@ LAYER = LayerMemory(token_bytes=10, slot_bytes=12)
 
 
 def plan_of(memory: int, layers: int = 5) -> MemoryPlan:
-    model = MemoryModel.measured(
-        layers=(LAYER,) * layers, requests=2, token_budget=8, page_size=4, weight_bytes=100
+    model = MemoryModel(
+        layers=(LAYER,) * layers,
+        requests=2,
+        token_budget=8,
+        buffer_tokens=12,
+        weight_bytes=100,
+        page_size=4,
+        list_page_bytes=8,
     )
     return MemoryPlan(model=model, memory=memory)
 

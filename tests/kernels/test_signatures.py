@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from keyhole.kernels import composed, cpu, cpu_attention, operations, triton
+from keyhole.kernels import cpu, cpu_attention, operations, triton
+from keyhole.kernels.composed import low_rank
 
 OPERATIONS = {
     name: found
-    for module in (operations, composed)
+    for module in (operations, low_rank)
     for name, found in vars(module).items()
     if getattr(found, "__code__", None) is operations.append.__code__
 }

@@ -3,13 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.eval.tiny_language.tasks import (
-    TASKS,
-    is_correct,
-    make,
-    share_before_first_error,
-    shared,
-)
+from keyhole.eval.tasks.base import share_before_first_error
+from keyhole.eval.tiny_language.tasks import TASKS, is_correct, make, shared
 from keyhole.eval.tiny_language.world import WORD_IDS
 
 # Test modules are not a package, so the solver beside this file is loaded by its path.
@@ -85,10 +80,10 @@ def test_only_a_whole_answer_is_correct():
     assert is_correct(item, item.answer)
     assert is_correct(item, f"{item.answer} <eos> question")
     assert not is_correct(item, " ".join(words[:-1]))
-    assert share_before_first_error(item, " ".join([*words[:2], "lamp", *words[3:]])) == 2 / len(
-        words
-    )
-    assert share_before_first_error(item, "") == 0.0
+    mistaken = [*words[:2], "lamp", *words[3:]]
+    assert not is_correct(item, " ".join(mistaken))
+    assert share_before_first_error(words, mistaken) == 2 / len(words)
+    assert share_before_first_error(words, []) == 0.0
 
 
 def test_mistakes_are_reported():

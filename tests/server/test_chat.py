@@ -206,6 +206,18 @@ def test_what_cannot_be_asked_is_an_error(
         assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize("wrong", [{"properties": ["a"]}, {"required": 5}, ["a"]])
+def test_parameters_that_are_no_schema_are_refused(
+    client: openai.OpenAI, template: Any, wrong: Any
+) -> None:
+    """Of the format with elements, a list of properties was a failure of the server."""
+    template(templates.QWEN3_CODER)
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": wrong}}
+    with pytest.raises(openai.BadRequestError, match="'f' must be a JSON schema") as error:
+        client.chat.completions.create(**SETTINGS, extra_body={"tools": [tool]})
+    assert error.value.param == "tools"
+
+
 def test_tools_that_the_template_does_not_know_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="does not use 'tools'"):
         client.chat.completions.create(**SETTINGS, tools=TOOLS)

@@ -84,6 +84,14 @@ REPLIES: list[tuple[ToolFormat, str, str, Calls]] = [
         "",
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
+    # A call of a name that no tool has was shown with all that had arrived, calls included.
+    (
+        HERMES,
+        '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> \n',
+        '{"name": "h", "arguments": {}}\n</tool_call>',
+        [("f", "{}")],
+    ),
 ]
 
 
@@ -134,6 +142,15 @@ XML_REPLIES: list[tuple[str, str, Calls]] = [
     ("<function=p><parameter=n>None</parameter></function>", "", [("p", '{"n": null}')]),
     ("<tool_call>\n<function=f>\n<parameter=a>\nx", "", [("f", "")]),
     ("<tool_call>\n<function=h>\n</function>", "<function=h>\n</function>", []),
+    # A call of a name that no tool has was shown with all that had arrived, calls included.
+    (
+        "<tool_call>\n<function=h>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>\n",
+        "<function=h>\n</function>\n</tool_call>",
+        [("f", "{}")],
+    ),
+    # Spaces that came alone were lost after a call.
+    ("<function=f>\n</function>It is 1 2 3.", "It is 1 2 3.", [("f", "{}")]),
 ]
 
 

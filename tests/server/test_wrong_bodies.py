@@ -118,12 +118,13 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
         ("chat/completions", "documents", ["\ud800"], "unknown document"),
         ("responses", "input", "\ud800", "lone surrogate"),
         ("responses", "stop", "\ud800", "lone surrogate"),
+        ("responses", "user", "\ud800", "user cannot be sent back"),
     ],
 )
 def test_half_of_a_character_is_refused(
     address: str, place: str, field: str, value: Any, said: str
 ) -> None:
-    """As a `stop` it was accepted, and as a document's name it was status 500."""
+    """As a `stop` it was accepted, and as a document's name or a `user` it was status 500."""
     body = json.dumps({**BEGIN[place], "max_tokens": 2, field: value})
     answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
     assert answer.status_code == 400

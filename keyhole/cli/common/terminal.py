@@ -68,9 +68,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     """The text, styled if the stream is a terminal."""
     if not style or not stream.isatty():
         return text
-    from rich.console import (
-        Console,
-    )  # imported here, so that commands without colours do not load it
+    from rich.console import Console  # here, so that commands without colours do not load it
     from rich.text import Text
 
     console = Console(file=stream, soft_wrap=True, highlight=False)

@@ -70,9 +70,8 @@ def _decoded(data: bytes, what: str, file: str) -> str:
     zero = data.find(0)
     if zero >= 0:
         raise ConfigError(
-            f"{what} is not text: it has a zero byte at position {zero}; extract its text "
-            "first, or, if it "
-            f"is UTF-16, {_convert('UTF-16', file)}"
+            f"{what} is not text: it has a zero byte at position {zero}; extract its text first, "
+            f"or, if it is UTF-16, {_convert('UTF-16', file)}"
         )
     try:
         return data.decode("utf-8-sig")

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from keyhole.cache.packing import Packing
 from keyhole.cache.page_list import NO_PAGE, PageList
 from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.store import StoredDocument
-from keyhole.reuse.base import Reuse
+from keyhole.errors import ConfigError
+from keyhole.policies.base import Policy
+from keyhole.reuse.base import RecomputePlan, Reuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,27 @@ class Context:
             out[:, offset : offset + document.length] = marks[:, done:stop]
             done = stop
 
+    def check(self, policy: Policy) -> None:
+        """Raises ConfigError unless the method supports the documents and the policy."""
+        wanted = getattr(self.reuse, "block_size", None)
+        for document in self.documents:
+            if wanted is not None and document.block_size != wanted:
+                raise ConfigError(
+                    f"block_size {wanted} of reuse method {self.reuse.name!r} must be "
+                    f"{document.block_size}, with which document {document.info.name!r} was encoded"
+                )
+        if policy.reads_queries:
+            raise ConfigError(
+                f"policy {policy.name!r} needs the queries of a prompt, but documents are stored "
+                "without their queries; use reuse='recompute', or another policy"
+            )
+        if not policy.shares_pages and not self.reuse.keeps_all:
+            raise ConfigError(
+                f"policy {policy.name!r} needs every token of a prompt, but reuse method "
+                f"{self.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
+                "'cacheblend' or 'epic', or another policy"
+            )
+
     @property
     def separators(self) -> np.ndarray:
         """Positions that belong neither to the prefix nor to a document: int64."""
@@ -87,6 +111,30 @@ class Reused:
     bytes_read: int
     kept: Tensor
     recomputed: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        documents: Sequence[StoredDocument],
+        plan: RecomputePlan,
+        *,
+        num_held: int,
+        bytes_read: int,
+    ) -> Self:
+        """Of what a plan keeps and computes again; num_held: tokens of a layer with a page."""
+        again = plan.recomputed.any(0)
+        return cls(
+            documents=[document.info.name for document in documents],
+            lengths=[document.length for document in documents],
+            shares=plan.shares,
+            sequence_ratio=float(plan.kept.float().mean()),
+            held_ratio=num_held / plan.kept.shape[1],
+            recompute_ratio=float(again.float().mean()),
+            tokens_not_computed=int((~again).sum()),
+            bytes_read=bytes_read,
+            kept=plan.kept,
+            recomputed=plan.recomputed,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ The work is divided into units, which `DocumentFiller` runs in the remaining tim
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.cache.layout import Geometry
 from keyhole.cache.packing import Packing, move_tokens
 from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
@@ -44,7 +43,6 @@ from keyhole.engine.documents.page_keys import PageKey, page_keys
 from keyhole.engine.documents.read_ahead import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.errors import ConfigError
 from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
@@ -75,7 +73,7 @@ class DocumentPrefill:
         hot_blocks: HotBlocks | None = None,
     ) -> None:
         self._model = model
-        self._cache = cache
+        self.cache = cache
         self._policy = policy
         self._head_runner = head_runner
         self._pace = pace
@@ -89,56 +87,29 @@ class DocumentPrefill:
         # Data of a page may depend on more than what fills it.
         self.filled = FilledPages(cache) if policy.shares_pages else None
 
-    def check(self, context: Context) -> None:
-        """Raises ConfigError unless the method supports the documents and the policy."""
-        wanted = getattr(context.reuse, "block_size", None)
-        for document in context.documents:
-            if wanted is not None and document.block_size != wanted:
-                raise ConfigError(
-                    f"block_size {wanted} of reuse method {context.reuse.name!r} must be "
-                    f"{document.block_size}, with which document {document.info.name!r} was encoded"
-                )
-
-        if self._policy.reads_queries:
-            raise ConfigError(
-                f"policy {self._policy.name!r} needs the queries of a prompt, but documents are "
-                "stored without their queries; use reuse='recompute', or another policy"
-            )
-        if not self._policy.shares_pages and not context.reuse.keeps_all:
-            raise ConfigError(
-                f"policy {self._policy.name!r} needs every token of a prompt, but reuse method "
-                f"{context.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
-                "'cacheblend' or 'epic', or another policy"
-            )
-
     def begin(self, request: Request) -> Filling:
         """The filling of a request's pages up to its question; no unit has run yet."""
         context = request.context
         assert context is not None, "a prompt without documents has nothing to fill"
-        pages = PageList(self._cache, request.num_prompt)
+        pages = PageList(self.cache, request.num_prompt)
         prompt = _Prompt(self, context, pages, np.asarray(request.prompt, np.int64))
         return Filling(pages, prompt.fill())
-
-    @property
-    def geometry(self) -> Geometry:
-        """The shape of the cache."""
-        return self._cache.geometry
 
     def evict(self, count: int) -> None:
         """Evicts cached prefixes until `count` pages are free, if there are enough."""
         if self._known is not None:
-            self._known.evict(count - self._cache.available)
+            self._known.evict(count - self.cache.available)
 
     def summarise(self, pages: np.ndarray) -> Iterator[None]:
         """Calls the policy's `on_append` for physical pages, one layer per iteration."""
-        if not any(self._cache.data):
+        if not any(self.cache.data):
             return
         there = self.passes.send(pages)
-        filled = torch.full_like(there, self._cache.page_size)
-        for layer in self._cache.geometry.full_attention:
-            data, place = self._cache.data[layer], self._cache.place(layer)
+        filled = torch.full_like(there, self.cache.page_size)
+        for layer in self.cache.geometry.full_attention:
+            data, place = self.cache.data[layer], self.cache.place(layer)
             written = there.to(place), filled.to(place)
-            self._policy.on_append(self._cache.keys[layer], data, *written)
+            self._policy.on_append(self.cache.keys[layer], data, *written)
             yield
 
     @property
@@ -150,24 +121,18 @@ class DocumentPrefill:
     @property
     def fills_packed(self) -> bool:
         """Whether they may while documents are filled; not where a layer compares positions."""
-        return self.packs and all(layout.window is None for layout in self.geometry.layers)
-
-    def move(
-        self, pages: PageList, before: Tensor, old: Packing | None, new: Packing, there: Tensor
-    ) -> Iterator[None]:
-        """As `move_tokens`, in the cache."""
-        return move_tokens(self._cache, pages, before, old, new, there)
+        return self.packs and all(layout.window is None for layout in self.cache.geometry.layers)
 
     def loader(self, context: Context) -> Loader:
         """Reads a context's documents into the cache."""
         own = self._rope_shift, self._rings, self._hot_blocks, self._pace
-        return Loader(context, self._cache, *own)
+        return Loader(context, self.cache, *own)
 
     def head(self, context: Context, tokens: np.ndarray) -> PlacedHead | None:
         """Writes the retrieval head's keys of a prompt; None if the policy selects without it."""
         if self._head_runner is None or not self._policy.wants_head:
             return None
-        return PlacedHead(self._head_runner, self._cache, context, tokens, self._model.device)
+        return PlacedHead(self._head_runner, self.cache, context, tokens, self._model.device)
 
 
 class _Prompt:
@@ -177,10 +142,9 @@ class _Prompt:
         self, owner: DocumentPrefill, context: Context, pages: PageList, tokens: np.ndarray
     ) -> None:
         self._owner = owner
-        self._context = context
-        self._reuse = context.reuse
-        self._pages = pages
-        self._tokens = tokens
+        self._page_size = owner.cache.page_size
+        self._context, self._reuse = context, context.reuse
+        self._pages, self._tokens = pages, tokens
         self._documents = context.positions
         self._apart = context.separators
         self._loose = np.concatenate([np.arange(context.num_prefix), self._apart])
@@ -195,7 +159,8 @@ class _Prompt:
         """Everything up to the question. Raises OutOfPages."""
         placed = self._loader.placed()
         yield from self._need(self._always)
-        yield from self._dense(slice(0, self._context.num_prefix))
+        prefix = slice(0, self._context.num_prefix)
+        yield from self._owner.passes.dense(self._filled, prefix, self._head)
         plan = yield from self._plan(placed)
         try:
             packing = yield from self._share_or_write(plan)
@@ -219,9 +184,6 @@ class _Prompt:
             yield "plan"
             plan = self._checked(self._reuse.revise(placed, plan, deviation))
         return plan
-
-    def _dense(self, tokens: slice) -> _Work[None]:
-        yield from self._owner.passes.dense(self._filled, tokens, self._head)
 
     def _share_or_write(self, plan: RecomputePlan) -> _Work[Packing | None]:
         """Takes the pages of a running question if they are the same, else writes them."""
@@ -290,7 +252,7 @@ class _Prompt:
         is_partial = packing is None and not plan.kept.all()
         if self._owner.filled is None or self._head is not None or is_partial:
             return []
-        size, found = self._owner.geometry.page_size, []
+        size, found = self._page_size, []
         keys = page_keys(self._context, self._tokens, plan, packing, size)
         while some := list(islice(keys, _KEYS)):
             yield "keys"
@@ -301,13 +263,8 @@ class _Prompt:
         """Writes the retrieval head's keys of tokens that any layer keeps."""
         yield "pages"
         rows = np.union1d(self._loose, self._documents[plan.kept.any(0).numpy()])
-        unpaged = head.hold(rows, self._pages)
-        if unpaged is None:
-            self._owner.evict(len(rows) // self._owner.geometry.page_size + 1)
-            unpaged = head.hold(rows, self._pages)
-            if unpaged is None:
-                raise OutOfPages
-        self._unpaged = unpaged
+        pages = len(rows) // self._page_size + 1
+        self._unpaged = unpaged = self._taken(lambda: head.hold(rows, self._pages), pages)
         yield from _each("head", head.write(rows, self._pages, unpaged))
 
     def _adopt(
@@ -315,13 +272,10 @@ class _Prompt:
     ) -> _Work[Packing | None]:
         """Takes the pages of a running question over the same tokens, as `_write` fills them."""
         end = self._context.end
-        if not self._pages.adopt(entries, end):
-            self._owner.evict(1)
-            if not self._pages.adopt(entries, end):
-                raise OutOfPages
+        self._taken(lambda: self._pages.adopt(entries, end), 1)
         self._unpaged = None if unpaged is None else unpaged.share()
-        if end % self._owner.geometry.page_size:
-            last = self._pages.slots(np.array([end - 1])) // self._owner.geometry.page_size
+        if end % self._page_size:
+            last = self._pages.slots(np.array([end - 1])) // self._page_size
             yield from _each("summarise", self._owner.summarise(last))
         return self._packing(plan.kept)
 
@@ -330,7 +284,7 @@ class _Prompt:
         everywhere = self._everywhere(kept)
         if everywhere is None or not self._owner.packs:
             return None
-        return Packing.of(everywhere, self._owner.geometry)
+        return Packing.of(everywhere, self._owner.cache.geometry)
 
     def _pack(self, old: Packing | None, new: Packing, there: Tensor) -> _Work[None]:
         """Moves what each layer has to its places, and releases the other pages.
@@ -340,12 +294,10 @@ class _Prompt:
         yield "pages"
         before = self._owner.passes.send(self._pages.table())
         places = np.append(np.flatnonzero(new.kept.any(0).numpy()), self._context.end - 1)
-        if not self._pages.move(places):
-            self._owner.evict(len(places) // self._owner.geometry.page_size + 1)
-            if not self._pages.move(places):
-                raise OutOfPages
+        self._taken(lambda: self._pages.move(places), len(places) // self._page_size + 1)
         yield from _each("clear", self._pages.clear())
-        yield from _each("pack", self._owner.move(self._pages, before, old, new, there))
+        moved = move_tokens(self._owner.cache, self._pages, before, old, new, there)
+        yield from _each("pack", moved)
         self._pages.settle()
 
     def _present(self, needed: Tensor) -> Tensor:
@@ -358,11 +310,21 @@ class _Prompt:
     def _need(self, positions: np.ndarray) -> _Work[None]:
         """Allocates pages for these positions; evicts cached prefixes if needed."""
         yield "pages"
-        if not self._pages.need(positions):
-            self._owner.evict(self._pages.num_missing(positions))
-            if not self._pages.need(positions):
-                raise OutOfPages
+        self._taken(lambda: self._pages.need(positions), self._pages.num_missing(positions))
         yield from _each("clear", self._pages.clear())
+
+    def _taken(self, take: Callable[[], _T | None], num_pages: int) -> _T:
+        """What `take` returns; cached prefixes are evicted for it if it has too few pages at first.
+
+        num_pages: the most that it takes. OutOfPages if they are still too few.
+        """
+        found = take()
+        if not found:
+            self._owner.evict(num_pages)
+            found = take()
+        if not found:
+            raise OutOfPages
+        return found
 
     def _everywhere(self, kept: Tensor) -> Tensor | None:
         """Bool [L, end]: kept tokens of documents, bool [L, T], and all others; None: all."""
@@ -374,24 +336,10 @@ class _Prompt:
 
     def _report(self, plan: RecomputePlan) -> Reused:
         """What was kept, computed and read."""
-        again = plan.recomputed.any(0)
-        return Reused(
-            documents=[document.info.name for document in self._context.documents],
-            lengths=[document.length for document in self._context.documents],
-            shares=plan.shares,
-            sequence_ratio=float(plan.kept.float().mean()),
-            held_ratio=self._held() / plan.kept.shape[1],
-            recompute_ratio=float(again.float().mean()),
-            tokens_not_computed=int((~again).sum()),
-            bytes_read=self._loader.bytes_read,
-            kept=plan.kept,
-            recomputed=plan.recomputed,
-        )
-
-    def _held(self) -> int:
-        """The slots of a layer in the pages before the question, less prefix and separators."""
-        size, end = self._owner.geometry.page_size, self._context.end
-        return len(self._pages.present()) * size - -end % size - len(self._loose)
+        # The slots of a layer in the pages before the question, less prefix and separators.
+        before = len(self._pages.present()) * self._page_size - -self._context.end % self._page_size
+        held, read = before - len(self._loose), self._loader.bytes_read
+        return Reused.of(self._context.documents, plan, num_held=held, bytes_read=read)
 
     def _checked(self, plan: RecomputePlan) -> RecomputePlan:
         kept, again = plan.kept.cpu(), plan.recomputed.cpu()
@@ -406,8 +354,7 @@ class _Prompt:
         layers = self._loader.num_layers
         everywhere = first.expand(layers, -1)
         yield from _each("load", self._loader.load(everywhere, self._pages))
-        nothing = np.zeros(0, np.int64)
-        seen = self._seen(everywhere, nothing)
+        seen = self._seen(everywhere, np.zeros(0, np.int64))
         yield from self._run(PassTokens(positions=self._apart, seen=seen))
         parts: list[list[Tensor]] = [[] for _ in range(layers)]
 
@@ -431,14 +378,8 @@ class _Prompt:
         rows = np.union1d(places, self._apart)
         deviations: dict[int, list[Tensor]] = {layer: []}
         seen = self._seen(again.expand(len(plan.kept), -1), self._apart)
-        yield from self._run(
-            PassTokens(
-                positions=rows,
-                seen=seen,
-                deviations=deviations,
-                last_layer=layer,
-            )
-        )
+        tokens = PassTokens(positions=rows, seen=seen, deviations=deviations, last_layer=layer)
+        yield from self._run(tokens)
         self._loader.present[: layer + 1, again] = True
         found = torch.zeros(2, len(again))
         documents = np.searchsorted(rows, places)
@@ -449,7 +390,8 @@ class _Prompt:
         """Computes the recomputed tokens and the separators between the documents."""
         if plan.recomputed.all() and not self._reuse.fuses:
             # Nothing is stored that another token reads: these are tokens of an ordinary prompt.
-            yield from self._dense(slice(self._context.num_prefix, self._context.end))
+            rest = slice(self._context.num_prefix, self._context.end)
+            yield from self._owner.passes.dense(self._filled, rest, self._head)
             return
         places = self._documents[again.numpy()]
         rows = np.union1d(places, self._apart)

@@ -176,17 +176,12 @@ class DraftRunner(HeadRunner):
         return fused
 
     def _append(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: Batch,
-        rows: slice,
-        before: Tensor | None,
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, before: Tensor | None
     ) -> None:
         assert before is not None, "a draft reads features"
         if len(before):
-            _, key, value = self._draft.project(token_ids[rows], positions[rows], before)
-            self._store(key, value, batch.slots[rows])
+            _, key, value = self._draft.project(token_ids, positions, before)
+            self._store(key, value, slots)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.head.q.weight.device)

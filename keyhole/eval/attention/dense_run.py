@@ -28,6 +28,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.forced_text import SampleRows
 from keyhole.eval.workload import Request, serve
+from keyhole.kernels.reference import members
 from keyhole.models import attention
 from keyhole.models.batch import Batch
 from keyhole.models.model import Model
@@ -78,13 +79,6 @@ def page_sums(scores: Tensor, page_size: int) -> Tensor:
     """Scores of tokens [B, H, N] summed over pages, [B, H, N / page_size]."""
     sums: Tensor = scores.unflatten(2, (-1, page_size)).sum(3)
     return sums
-
-
-def members(indices: Tensor, count: int) -> Tensor:
-    """Lists of indices [B, H, n], padded with -1, as a mask: bool [B, H, count]."""
-    found = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
-    found.scatter_(2, indices.long().where(indices >= 0, count), True)
-    return found[..., :count]
 
 
 def _per_query_head(tokens: Tensor, weights: Tensor) -> Tensor:

@@ -198,8 +198,7 @@ class CellRun:
         gate = next((self._gate(policy) for policy in policies if policy.wants_gate), None)
         given = (self.model, policies, requests, self.config, take)
         run(*given, copies=self.copies, head=head, gate=gate)
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # no effect without a GPU
 
     def _head(self, policy: Policy) -> RetrievalHead:
         """The head of a policy; for the twin, a random one. ConfigError if the model has none."""

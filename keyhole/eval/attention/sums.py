@@ -31,6 +31,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep
 from keyhole.kernels import Selection
+from keyhole.kernels.reference import members
 
 #: Number of later steps that a selection is compared with.
 MOST_STEPS = 64
@@ -53,9 +54,8 @@ class SelectionPersistence:
     def take(self, seen: LayerStep, tokens: Tensor) -> None:
         """Compares what a layer selects now, bool [B, H, N], with its kept selections."""
         rows = seen.samples
-        now = (
-            seen.step.lengths - seen.step.sequences.prompts
-        ).long()  # 1 for the first decode step
+        # 1 for the first decode step.
+        now = (seen.step.lengths - seen.step.sequences.prompts).long()
         kept, made = self._room(seen.layer, tokens)
         tokens = F.pad(tokens, (0, kept.shape[3] - tokens.shape[2]))
         before = made[rows]
@@ -205,7 +205,7 @@ class OverlapSums:
         self._repeats.take(seen, found.chosen)
         first = min(_SINKS[self._kind], self._entries - 1)
         recent = kernels.recent_indices(found.valid, self._entries, first=first)
-        listed = dense_run.members(recent.indices, found.chosen.shape[2])
+        listed = members(recent.indices, found.chosen.shape[2])
         self._newest[rows] += dense_run.found_again(found.chosen, listed.expand_as(found.chosen))
         self._now.append(found.chosen)
         if seen.layer == self._layers[-1]:
@@ -244,7 +244,7 @@ class OverlapSums:
             valid, unit = seen.step.pages, seen.step.page_size
             scores = dense_run.page_sums(scores, unit)
         chosen: Selection = kernels.top_k(scores, valid, self._entries, unit)
-        return _List(dense_run.members(chosen.indices, scores.shape[2]), valid)
+        return _List(members(chosen.indices, scores.shape[2]), valid)
 
 
 def kinds(geometry: Geometry) -> Sequence[str]:

@@ -210,9 +210,8 @@ HOW_TO_READ = (
     "gain: the share of the recent control's error that the method avoids (same dense "
     "layers, sinks and budget, newest tokens elsewhere), with a 95 % interval over texts. better, "
     "worse: the interval excludes 0. twin too: so does the interval with random weights, which "
-    "have "
-    "learnt nothing, so the gain is no result. way: the method's place between that control and "
-    "the oracle."
+    "have learnt nothing, so the gain is no result. way: the method's place between that control "
+    "and the oracle."
 )
 
 

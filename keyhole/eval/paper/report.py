@@ -145,8 +145,7 @@ def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
         title="Every budget",
         about=(
             "Percentage points, with 95 % intervals of the paired differences. The gain is over "
-            "the "
-            "samples of places (task, length and setup) that can tell: where recency is more "
+            "the samples of places (task, length and setup) that can tell: where recency is more "
             "than 5 points below full attention."
         ),
         heads=[
@@ -191,8 +190,7 @@ def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
             "Token F1 and exact match in percent; loss and gain are of F1, in points with 95 % "
             "intervals of the paired differences. `recompute` is the reference; `no_documents` "
             "answers the question without documents, and a place can tell only if that is more "
-            "than "
-            "5 points below recomputing."
+            "than 5 points below recomputing."
         ),
         heads=[
             "method",

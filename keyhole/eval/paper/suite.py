@@ -14,7 +14,6 @@ take as long as full attention's, and methods over stored documents to compute t
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from keyhole.errors import ConfigError
 from keyhole.eval.line_file import GATE, EvalOutcome, Line, LineFile
 from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid
 from keyhole.eval.paper.verdicts import MethodVerdict, ReuseResult, policy_verdicts, reuse_results
-from keyhole.eval.run import EvalGrid, Evaluation, Group, model_digest
+from keyhole.eval.run import EvalGrid, Evaluation, Group, model_digest, release_engines
 from keyhole.eval.suite import Header
 from keyhole.eval.tasks import CountTokens, Sample, Task, token_counter
 from keyhole.eval.verify import verify
@@ -396,10 +395,12 @@ class PaperSuite:
         asked, asked_left = len(places) * self._documents.samples, sum(n for _, _, n in places)
         cell_seconds = question_seconds = 0.0
         if cells_left or asked_left:
-            speed = self._probe()
+            release_engines(self._model)
+            config = self._grid.config
+            speed = probe(self._model, min(self._grid.lengths), config.max_batch)
+            shared = self._copies.limit / self._model.geometry(config.page_size).token_bytes
             for group, _, left in groups:
-                answers = Answers.of(group, left)
-                cell_seconds += answers.seconds(speed, self._shared_tokens())
+                cell_seconds += Answers.of(group, left).seconds(speed, shared)
             for task, length, left in places:
                 question = self._questions.sample(task, length)
                 each = seconds_of_question(speed, question, len(self._documents.methods))
@@ -423,10 +424,10 @@ class PaperSuite:
 
     def run(self) -> PaperOutcome:
         """Measures what the file lacks; each line is stored as soon as it is measured."""
-        self._free()
+        release_engines(self._model)
         cells = self._cells.run()
         self._copies.begin(None)  # the prompts of the last group are no longer needed
-        self._free()
+        release_engines(self._model)
         questions = self._questions.run()
         page_size = self._grid.config.page_size
         return PaperOutcome(
@@ -435,17 +436,3 @@ class PaperSuite:
             policies=policy_verdicts(cells.lines, cells.refused, self._grid.methods, page_size),
             reuses=reuse_results(questions.lines, self._documents.methods),
         )
-
-    def _free(self) -> None:
-        """Frees memory: the next engine uses what is free when it is made."""
-        gc.collect()  # engine and scheduler refer to each other
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _probe(self) -> Speed:
-        self._free()
-        return probe(self._model, min(self._grid.lengths), self._grid.config.max_batch)
-
-    def _shared_tokens(self) -> float:
-        geometry = self._model.geometry(self._grid.config.page_size)
-        return self._copies.limit / geometry.token_bytes

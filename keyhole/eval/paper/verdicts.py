@@ -39,7 +39,6 @@ from keyhole.eval.methods import CONTROL, FULL, Method
 from keyhole.eval.paper.documents import NO_DOCUMENTS
 
 USE_IT, NO_BETTER, CANNOT_TELL, LOSES = "use it", "no better", "cannot tell", "loses"
-VERDICTS = (USE_IT, NO_BETTER, CANNOT_TELL, LOSES)
 #: The most that a method may lose to the reference; a score of 1 is 100 points.
 LOSS = 0.02
 

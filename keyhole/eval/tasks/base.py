@@ -261,12 +261,6 @@ def exact_match(answers: Sequence[str], generated: str) -> float:
     return float(any(_normal(answer) == _normal(generated) for answer in answers))
 
 
-def begins_with(answer: str, generated: str) -> float:
-    """1 if the text begins with the answer's words; else 0."""
-    words = answer.split()
-    return float(generated.split()[: len(words)] == words)
-
-
 def share_before_first_error(steps: Sequence[object], generated: Sequence[object]) -> float:
     """Share of the steps before the first wrong or missing one."""
     right = 0

@@ -12,7 +12,6 @@ from keyhole.eval.tasks.base import (
     Sample,
     Task,
     Written,
-    begins_with,
     fitted,
     require_depth,
     require_sample,
@@ -22,7 +21,7 @@ from keyhole.eval.tasks.materials import with_needles
 from keyhole.eval.tiny_language import documents as tiny_documents
 from keyhole.eval.tiny_language import tasks
 from keyhole.eval.tiny_language.documents import KINDS, MIN_WORDS, WHERE
-from keyhole.eval.tiny_language.tasks import TASKS, Item
+from keyhole.eval.tiny_language.tasks import TASKS, Item, begins_with
 from keyhole.eval.tiny_language.world import NAMES, NUMBERS, framed, write_world
 
 
@@ -33,7 +32,7 @@ class TinyTask(Task):
 
     def score(self, sample: Sample, generated: str) -> float:
         """1 if the answer is right to its last word, whatever follows; else 0."""
-        return begins_with(sample.answers[0], generated)
+        return float(begins_with(sample.answers[0], generated))
 
 
 @dataclass(frozen=True, kw_only=True)

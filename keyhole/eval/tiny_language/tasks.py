@@ -196,20 +196,8 @@ def num_documents(length: int) -> int:
 
 
 def _item(
-    task: str, world: World, asked: tuple[list[str], list[str]], length: int, *, split: bool
+    task: str, program: Program, length: int, documents: Sequence[Sequence[str]] = ()
 ) -> Item:
-    question, answer = asked
-    return Item(
-        task=task,
-        context=" ".join(world.words),
-        question=" ".join(framed(question)),
-        answer=" ".join([*answer, "done"]),
-        length=length,
-        documents=tuple(map(" ".join, world.documents)) if split else (),
-    )
-
-
-def _program(task: str, program: Program, length: int) -> Item:
     context, question, answer = program
     return Item(
         task=task,
@@ -217,7 +205,13 @@ def _program(task: str, program: Program, length: int) -> Item:
         question=" ".join(question),
         answer=" ".join([*answer, "done"]),
         length=length,
+        documents=tuple(map(" ".join, documents)),
     )
+
+
+def _asked(kind: str, world: World, rng: Random) -> Program:
+    question, answer = QUESTIONS[kind](world, rng)
+    return world.words, framed(question), answer
 
 
 def make(task: str, length: int, seed: int) -> Item:
@@ -231,7 +225,7 @@ def make(task: str, length: int, seed: int) -> Item:
         raise ValueError(f"length is {length}; the texts need at least 96 words")
     rng = Random(f"{task}/{length}/{seed}")
     if task in _PROGRAMS:
-        return _program(task, _PROGRAMS[task](rng, length - 1), length)
+        return _item(task, _PROGRAMS[task](rng, length - 1), length)
     recipe = _RECIPES[task]
     while True:
         world = write_world(
@@ -242,8 +236,8 @@ def make(task: str, length: int, seed: int) -> Item:
             features=recipe.features,
         )
         if is_possible(recipe.question, world):
-            asked = QUESTIONS[recipe.question](world, rng)
-            return _item(task, world, asked, length, split=recipe.documents)
+            documents = world.documents if recipe.documents else ()
+            return _item(task, _asked(recipe.question, world, rng), length, documents)
 
 
 def shared(length: int, seed: int) -> list[Item]:
@@ -264,26 +258,21 @@ def shared(length: int, seed: int) -> list[Item]:
         if all(is_possible(kind, world) for kind in kinds):
             break
     return [
-        _item(task, world, QUESTIONS[_RECIPES[task].question](world, rng), length, split=True)
+        _item(task, _asked(_RECIPES[task].question, world, rng), length, world.documents)
         for task in tasks
         if task != "docs1"  # over documents, recall is the same question
     ]
 
 
-def share_before_first_error(item: Item, generated: str) -> float:
-    """The share of the answer's words before the first wrong or missing one."""
-    expected = item.answer.split()
-    right = 0
-    for want, got in zip(expected, generated.split(), strict=False):
-        if want != got:
-            break
-        right += 1
-    return right / len(expected)
+def begins_with(answer: str, generated: str) -> bool:
+    """Whether the text begins with the answer's words."""
+    words = answer.split()
+    return generated.split()[: len(words)] == words
 
 
 def is_correct(item: Item, generated: str) -> bool:
     """Whether the answer is right to the last word; what follows `done` does not count."""
-    return share_before_first_error(item, generated) == 1.0
+    return begins_with(item.answer, generated)
 
 
 Row = tuple[list[str], list[bool]]

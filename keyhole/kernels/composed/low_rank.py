@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keyhole.kernels import reference
-from keyhole.kernels.operations import attend, shift_rope, summary_scores
+from keyhole.kernels import cpu, cpu_attention, reference
+from keyhole.kernels.operations import attend, operation, shift_rope, summary_scores
 from keyhole.kernels.selection import LowRank, PagedQuery, Selection
 
 # Chunks of keys: their landmarks, which of them are outliers, and scores (ShadowKV).
@@ -123,6 +124,7 @@ def decompose(
     return basis.view(-1, *keys.shape[1:])
 
 
+@partial(operation, on_cpu=cpu_attention.attend_low_rank, takes=cpu.takes_floats)
 def attend_low_rank(
     paged: PagedQuery,
     *,

@@ -27,19 +27,31 @@ static void linear(const Linear& a) {
     auto* rows = static_cast<Query*>(workspace(1, a.T * stride * sizeof(Query)));
     for (int64_t t = 0; t < a.T; t++)
         keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, rows + t * stride);
-    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
-        const int64_t first = block * kTile, count = a.O - first < kTile ? a.O - first : kTile;
-        const T* weights[kTile];
-        for (int64_t o = 0; o < kTile; o++)
-            weights[o] = static_cast<const T*>(a.weight) + (first + (o < count ? o : 0)) * a.I;
+    const auto rows_from = [&](int64_t first, const T* (&to)[kTile]) {
+        for (int64_t o = first; o < first + kTile; o++)
+            to[o - first] = static_cast<const T*>(a.weight) + (o < a.O ? o : first) * a.I;
+    };
+    const auto compute = [&](int64_t first, bool ahead) {
+        const int64_t count = a.O - first < kTile ? a.O - first : kTile;
+        const T *weights[kTile], *next[kTile];
+        rows_from(first, weights);
+        if (ahead) rows_from(first + kTile, next);
         for (int64_t t = 0; t < a.T;) {
             float sums[4 * kTile];
             const int64_t H = a.T - t < 4 ? a.T - t : 4;
-            score_all<T>(rows + t * stride, stride, H, weights, a.I, sums, nullptr);
+            score_all<T>(rows + t * stride, stride, H, weights, a.I, sums,
+                         ahead && t == 0 ? next : nullptr);
             for (int64_t h = 0; h < H; h++, t++)
                 finish_outputs(sums + h * kTile, count, static_cast<const T*>(a.bias), first,
                                static_cast<T*>(a.out) + t * a.O);
         }
+    };
+    // For one token the processor notices by itself what comes next. Not measured with AVX-512.
+    const bool ahead = a.T > 1 && Vector::width == 8;
+    const int64_t piece = blocks >= 16 * omp_get_max_threads() ? 8 : 1;
+    for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
+        const int64_t end = blocks < (at + 1) * piece ? blocks : (at + 1) * piece;
+        for (int64_t i = at * piece; i < end; i++) compute(i * kTile, ahead && i + 1 < end);
     });
 }
 
@@ -84,8 +96,6 @@ template <class T>
 struct CodeProduct : Product<T> {
     using Sum = Vector;
     static constexpr bool scaled = false;  // the inputs of each group have a scale
-    static Sum none() { return broadcast(0.0f); }
-    static Vector floats(Sum sum) { return sum; }
 };
 
 // Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
@@ -126,9 +136,9 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
     const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
     const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
     Vector total[R][H];
-    typename P::Sum part[R][H];
+    Vector part[R][H];
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) total[r][h] = broadcast(0.0f), part[r][h] = P::none();
+        for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
     for (int64_t g = 0; g < groups; g += W) {
         const int n = static_cast<int>(groups - g < W ? groups - g : W);
         for (int r = 0; r < R; r++) {
@@ -141,11 +151,10 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
     int64_t g = 0;
     const auto end_group = [&]() {
         for (int r = 0; r < R; r++) {
-            const float scale = number(scales + r * groups + g);
+            const Vector scale = broadcast(number(scales + r * groups + g));
             for (int h = 0; h < H; h++) {
-                const float of_inputs = P::scaled ? in.scales[h * in.groups_stride + g] : 1.0f;
-                total[r][h] = fma(P::floats(part[r][h]), broadcast(scale * of_inputs), total[r][h]);
-                part[r][h] = P::none();
+                total[r][h] = fma(part[r][h], scale, total[r][h]);
+                part[r][h] = broadcast(0.0f);
             }
         }
         g++;
@@ -180,11 +189,16 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, int64
 template <class T, int bits, int H>
 static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, int64_t first,
                                int64_t count, bool ahead, float* out) {
-    constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
-    constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
-    int64_t r = 0;
-    for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
-    for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
+    if constexpr (CodeProduct<T>::scaled) {
+        for (int64_t r = 0; r < count; r++)
+            CodeProduct<T>::template row<bits, H>(a, in, first + r, ahead, out + r);
+    } else {
+        constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
+        constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
+        int64_t r = 0;
+        for (; r + R <= count; r += R) packed_rows<T, bits, H, R>(a, in, first + r, ahead, out + r);
+        for (; r < count; r++) packed_rows<T, bits, H, 1>(a, in, first + r, ahead, out + r);
+    }
 }
 
 // Keeps a token's inputs for products, and the sum and scale of each group.

@@ -10,6 +10,7 @@ from keyhole.kernels.reference.pages import (
     PageReads,
     gather_tokens,
     gathered,
+    members,
     reads_of,
     window_pages,
 )
@@ -285,7 +286,7 @@ def block_sparse_prefill(
     position = torch.arange(end, device=query.device)
     most = max(1, MAX_SCORES // (query.shape[1] * end))
     parts = []
-    for row, read in enumerate(_read(blocks, -(-end // size))):
+    for row, read in enumerate(members(blocks.indices, -(-end // size))):
         of_head = read.repeat_interleave(size, 1)[:, :end].unflatten(0, grouped.shape[:2])
         block = start // size + row
         for begin in range(max(start, block * size), min(end, (block + 1) * size), most):
@@ -295,14 +296,6 @@ def block_sparse_prefill(
             mixed = attend_block(part, key, value, seen, scale, softcap, sinks)
             parts.append(mixed.to(query.dtype))
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _read(blocks: Selection, count: int) -> Tensor:
-    """Which of `count` blocks are read, bool [R, Hq, count]."""
-    indices = blocks.indices.long()
-    listed = indices.masked_fill(indices < 0, count)
-    read = torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device)
-    return read.scatter_(2, listed, True)[..., :count]
 
 
 def _in_blocks(

@@ -82,6 +82,22 @@ def keep_prompt(layer: int, queries: PromptQueries, options: Mapping[str, Any]) 
     positions = queries.pages.new_ones(count).cumsum(0)[-len(last) :] + (queries.start - 1)
     slots = positions.new_full((len(last),), queries.slot)
     kernels.keep_queries(stored, slots, last * options["scale"], positions)
+    places = queries.state[f"position {layer}"][queries.slot]
+    places[positions % len(places)] = positions.to(places.dtype)
+
+
+def prompt_queries(layer: int, step: Step, row: int, length: int) -> Tensor:
+    """What `keep_prompt` kept of the last tokens of a sequence since the last call, as
+    `last_queries`.
+
+    Where a conversation goes on, its last answer was decoded, and these places hold older queries.
+    """
+    query, slot = last_queries(layer, step, row, length), step.sequences.slots[row]
+    places = step.sequences.state[f"position {layer}"][slot]
+    expected = places.new_ones(len(query)).cumsum(0) + (length - len(query) - 1)
+    count = int((places[expected % len(places)] == expected).sum())
+    step.sequences.state[f"position {layer}"][slot] = -1
+    return query[-count:]
 
 
 def keep_newest(layer: int, query: Tensor, step: Step, options: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policies import base
 from keyhole.policies.base import Policy, PromptQueries, Selection, Step
-from keyhole.policies.evicting.base import keep_prompt, last_queries, query_state, require_kernel
+from keyhole.policies.evicting.base import keep_prompt, prompt_queries, query_state, require_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,11 +88,10 @@ class SnapKV(Policy):
         return self._sparse(geometry)
 
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The kept tokens of every sparse layer, the most important first."""
-        return {
-            f"kept {i}": (geometry.layers[i].num_kv_heads, self.token_budget)
-            for i in self._sparse(geometry)
-        }
+        """The kept tokens of every sparse layer, the most important first; where queries are of."""
+        sparse = self._sparse(geometry)
+        kept = {f"kept {i}": (geometry.layers[i].num_kv_heads, self.token_budget) for i in sparse}
+        return kept | {f"position {i}": (self._window,) for i in sparse}
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """The last queries of every sparse layer."""
@@ -135,7 +134,7 @@ class SnapKV(Policy):
     def _choose(self, layer: int, step: Step, row: int) -> None:
         """Ranks the tokens of the prompt of a sequence in its first decode step."""
         prompt = int(step.sequences.host_prompts[row])
-        query = last_queries(layer, step, row, prompt)
+        query = prompt_queries(layer, step, row, prompt)
         scores = kernels.observed_attention(
             query,
             step.cache.keys[layer],

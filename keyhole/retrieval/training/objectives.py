@@ -32,7 +32,7 @@ from keyhole.errors import NumericalError
 from keyhole.kernels.selection import Selection
 from keyhole.retrieval.draft import DraftLayer
 from keyhole.retrieval.head import RetrievalHead
-from keyhole.retrieval.training.teacher import TeacherTargets, attention_weights
+from keyhole.retrieval.training.teacher import TeacherTargets, attending_by, attention_weights
 
 # Trains a head on its target's attention: the KL divergence between their weights.
 #
@@ -200,17 +200,13 @@ def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Ten
     before, known = DynamicCache(), cast("Any", targets.cache)
     for number, layer in enumerate(known.layers):
         before.update(layer.keys[:, :, :start], layer.values[:, :, :start], number)
-    implementation = target.config._attn_implementation
-    target.set_attn_implementation(NAME)
-    try:
+    with attending_by(target, NAME):
         out = target(
             input_ids=targets.token_ids[None, start:],
             past_key_values=before,
             use_cache=True,
             **{NAME: _SoftSelection(logs, targets.rows)},
         )
-    finally:
-        target.set_attn_implementation(implementation)
     if not out.logits.isfinite().all():
         raise NumericalError(f"with gates the model computes NaN for a text of {length} tokens")
     logits: Tensor = out.logits[0].float()
@@ -264,8 +260,6 @@ AttentionInterface.register(NAME, attention)
 # with weights in float32 over all tokens in every layer.
 
 
-#: First tokens that every selection includes, and the most of the newest: SpeContext's defaults.
-FIRST, LAST = 4, 64
 #: Budgets are drawn from these parts of a text, so that one head works for small and large ones.
 SMALLEST, LARGEST = 1 / 12, 1 / 4
 #: The smallest budget: sinks, a window, and tokens to select.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,17 +77,24 @@ class _Mass(AttentionRecord):
         self.num_layers += 1
 
 
+@contextmanager
+def attending_by(network: Any, name: str) -> Iterator[None]:
+    """Makes a network attend by this function of transformers' table while a block runs."""
+    before = network.config._attn_implementation
+    network.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)
+
+
 def run_recorded(network: Any, token_ids: Tensor, record: AttentionRecord, **options: Any) -> Any:
     """The network's output on a text, int64 [n]; `record` takes the weights of each layer.
 
     options: of its forward.
     """
-    before = network.config._attn_implementation
-    network.set_attn_implementation(NAME)
-    try:
+    with attending_by(network, NAME):
         return network(input_ids=token_ids[None], **options, **{NAME: record})
-    finally:
-        network.set_attn_implementation(before)
 
 
 class Teacher:

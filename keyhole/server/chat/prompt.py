@@ -162,12 +162,23 @@ def _function(tool: Mapping[str, Any]) -> _Function:
     if not good or not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         raise ApiError(400, f"a tool must be a function with a name, not {tool!r}", param="tools")
     parameters = found.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
+    if parameters is not None and not _is_schema(parameters):
         raise ApiError(
-            400, f"parameters of tool {found['name']!r} must be a JSON schema", param="tools"
+            400,
+            f"parameters of tool {found['name']!r} must be a JSON schema: an object, in which "
+            "properties is an object and required a list",
+            param="tools",
         )
     kept = ("name", "description", "parameters", "strict")
     return {name: found[name] for name in kept if found.get(name) is not None}
+
+
+def _is_schema(parameters: Any) -> bool:
+    """Whether it has the form of a schema, as far as formats of calls read it."""
+    if not isinstance(parameters, Mapping):
+        return False
+    properties, required = parameters.get("properties"), parameters.get("required")
+    return isinstance(properties or {}, Mapping) and isinstance(required or [], list)
 
 
 def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:

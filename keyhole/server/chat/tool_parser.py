@@ -123,12 +123,11 @@ class ToolCallParser:
         text, begun, rest = self._left.partition(self._format.begin)
         if begun:
             self._state, self._left = "call", rest
-            return [text.rstrip("\n")]
+            return [_stripped(text, self._count)]
         if final:
             self._left = ""
-            return [text] if text.strip() or not self._count else []
-        # Empty lines between text and a call belong to neither.
-        shown = text[: len(text) - held_back(text, [self._format.begin])].rstrip("\n")
+            return [text.rstrip() if self._count else text]
+        shown = _stripped(text[: len(text) - held_back(text, [self._format.begin])], self._count)
         self._left = text[len(shown) :]
         return [shown]
 
@@ -170,9 +169,11 @@ class ToolCallParser:
         return []
 
     def _as_text(self, text: str) -> list[ToolEvent]:
-        """Returns as text what turned out not to be a call."""
-        self._left, self._state = "", "text"
-        return [text]
+        """Returns the first character of what turned out not to be a call, and the rest is read as
+        text: calls in it are found, whether or not they have arrived already.
+        """
+        self._left, self._state = text[1:], "text"
+        return [text[:1]]
 
     def _begin(self, name: str, rest: str, *, raw: str) -> list[ToolEvent]:
         if name not in self._names:
@@ -219,6 +220,13 @@ _STATES = {
     "arguments": ToolCallParser._in_arguments,
     "close": ToolCallParser._at_close,
 }
+
+
+def _stripped(text: str, calls: int) -> str:
+    """Text before a call without the empty lines at its end, which belong to neither; after a call
+    without any white space there.
+    """
+    return text.rstrip() if calls else text.rstrip("\n")
 
 
 class _JsonScan:
@@ -295,13 +303,14 @@ class XmlToolCallParser:
         if begun is not None:
             text, self._left = self._left[: begun.start()], self._left[begun.start() :]
             self._state = self._between
-            return [text.rstrip("\n")]
-        size = 0 if final else held_back(self._left, _MARKERS)
-        text = self._left[: len(self._left) - size]
-        # Empty lines between text and a call belong to neither.
-        text = text if final else text.rstrip("\n")
+            return [_stripped(text, self._count)]
+        if final:
+            text, self._left = self._left, ""
+            return [text.rstrip() if self._count else text]
+        size = held_back(self._left, _MARKERS)
+        text = _stripped(self._left[: len(self._left) - size], self._count)
         self._left = self._left[len(text) :]
-        return [text] if text.strip() or not self._count else []
+        return [text]
 
     def _between(self, final: bool) -> list[ToolEvent]:
         """Before a call, between two, or after the last one."""
@@ -316,8 +325,9 @@ class XmlToolCallParser:
         is_name = rest.startswith("<function=") and not {">", "\n"} & set(rest)
         if not rest or (not final and (is_name or any(m.startswith(rest) for m in _MARKS))):
             return []
-        self._left, self._state = "", self._in_text
-        return [rest]
+        # The rest is read as text: calls in it are found, whether or not they have arrived already.
+        self._left, self._state = rest[1:], self._in_text
+        return [rest[:1]]
 
     def _in_call(self, _: bool) -> list[ToolEvent]:
         start = self._left.lstrip()

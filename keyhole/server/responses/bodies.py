@@ -15,8 +15,9 @@ from keyhole.server.errors import ApiError
 
 _Message = dict[str, Any]
 _TEXT_PARTS = {"input_text", "output_text", "text"}
-#: Fields of any JSON that the response contains. Python reads NaN and halves of characters, too.
-_SENT_BACK = ("metadata", "reasoning", "text", "tool_choice", "tools")
+#: Fields of any text or JSON that the response contains. Python reads NaN and halves of
+#: characters, too.
+_SENT_BACK = ("metadata", "reasoning", "text", "tool_choice", "tools", "user")
 _ROLES = {"developer": "system"}
 #: Unsupported fields that other bodies do not have, or have as something else.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.eval.attention import dense_run
+from keyhole.kernels.reference import members
 
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([(2, 1), (4, 2), (6, 6)]), st.integers(1, 9))
 
@@ -50,9 +51,7 @@ def test_overlap_counts_what_is_in_both(heads: int, count: int, seed: int) -> No
         [sorted(generator.choice(count, size, False).tolist()) for _ in range(heads)]
         for _ in range(2)
     ]
-    wanted, among = (
-        dense_run.members(torch.tensor([rows], dtype=torch.int32), count) for rows in lists
-    )
+    wanted, among = (members(torch.tensor([rows], dtype=torch.int32), count) for rows in lists)
     shares = [len({*a} & {*b}) / size for a, b in zip(*lists, strict=True)]
     assert dense_run.found_again(wanted, among).tolist() == pytest.approx(
         [math.fsum(shares) / heads]
@@ -61,15 +60,13 @@ def test_overlap_counts_what_is_in_both(heads: int, count: int, seed: int) -> No
 
 def test_padding_is_in_no_list() -> None:
     indices = torch.tensor([[[0, 3, -1], [-1, -1, -1]]], dtype=torch.int32)
-    assert dense_run.members(indices, 5).tolist() == [
-        [[True, False, False, True, False], [False] * 5]
-    ]
-    assert dense_run.tokens_read(dense_run.members(indices, 5), 2).tolist() == [1.0]
+    assert members(indices, 5).tolist() == [[[True, False, False, True, False], [False] * 5]]
+    assert dense_run.tokens_read(members(indices, 5), 2).tolist() == [1.0]
 
 
 def test_what_two_query_heads_read_counts_once() -> None:
     indices = torch.tensor([[[0, 3], [3, 4], [1, 2], [1, 2]]], dtype=torch.int32)
-    tokens = dense_run.members(indices, 6)
+    tokens = members(indices, 6)
     assert dense_run.tokens_read(tokens, 2).tolist() == [(3 + 2) / 2]
     assert dense_run.tokens_read(tokens, 1).tolist() == [5]
     assert dense_run.tokens_read(tokens, 4).tolist() == [2]

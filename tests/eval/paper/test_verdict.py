@@ -125,7 +125,8 @@ def test_without_a_budget_to_use_the_largest_one_gives_the_verdict() -> None:
 
 
 def test_words_name_what_was_compared() -> None:
-    told = [verdicts.words(one, "full attention", "recency") for one in verdicts.VERDICTS]
+    every = (USE_IT, NO_BETTER, CANNOT_TELL, LOSES)
+    told = [verdicts.words(one, "full attention", "recency") for one in every]
     assert told == [
         "use it",
         "no better than recency",

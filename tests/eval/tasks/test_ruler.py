@@ -9,13 +9,13 @@ import pytest
 
 from keyhole.eval.tasks import RULER, make_task, token_counter
 from keyhole.eval.tasks.base import (
-    begins_with,
     first_number,
     share_before_first_error,
     string_match_all,
     string_match_part,
     token_f1,
 )
+from keyhole.eval.tiny_language.tasks import begins_with
 from recipes.tiny_model.export import build_tokenizer
 
 WORDS = token_counter(build_tokenizer())

@@ -13,7 +13,7 @@ import torch
 from vllm.config import VllmConfig
 
 from keyhole.cache.layout import Geometry
-from keyhole.documents.reader import DocumentLookup
+from keyhole.documents.lookup import DocumentLookup
 from keyhole.documents.source import default_place
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.errors import ConfigError

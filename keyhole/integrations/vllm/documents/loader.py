@@ -41,9 +41,8 @@ class DocumentLoader:
         self._heads = []
         for number, layer in self._layers.items():
             every = facts.geometry.layers[number].num_kv_heads
-            first = (
-                rank * every // ranks
-            )  # with fewer heads than ranks, several ranks have the same head
+            # With fewer heads than ranks, several ranks have the same head.
+            first = rank * every // ranks
             self._heads.append(slice(first, first + int(layer.num_kv_heads)))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Documents of requests that have not chosen yet.

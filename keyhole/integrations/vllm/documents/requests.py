@@ -21,7 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 from vllm.v1.engine.input_processor import InputProcessor
 
-from keyhole.documents.reader import DocumentLookup
+from keyhole.documents.lookup import DocumentLookup
 from keyhole.errors import ConfigError, KeyholeError, RequestError
 from keyhole.integrations.vllm.documents.facts import facts_of, is_asked_for
 from keyhole.integrations.vllm.settings import read_settings

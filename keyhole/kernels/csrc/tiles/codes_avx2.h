@@ -1,6 +1,7 @@
 // Products of inputs of 16 bits and codes of packed weights, in whole numbers: AVX2 multiplies sixteen
 // pairs of 16 bits at once and adds them two by two, and codes become 16 bits in fewer steps than
-// floats. An input is rounded to 2^-16 of the largest one of its group.
+// floats. An input is rounded to 2^-16 of the largest one of its group. Rows are read one after
+// another: this is fast enough for the stream of codes from memory to be what takes time.
 
 template <class T>
 struct WholeProduct {
@@ -10,8 +11,6 @@ struct WholeProduct {
     static constexpr int step = 16;
     static constexpr bool scaled = true;
 
-    static Sum none() { return _mm256_setzero_si256(); }
-    static Vector floats(Sum sum) { return {_mm256_cvtepi32_ps(sum)}; }
     template <Part part>
     static Key code(const uint8_t* p) {
         const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -45,6 +44,61 @@ struct WholeProduct {
         scale = sum - sum == 0.0f ? top / limit : NAN;
         if (top <= least && scale == scale) sum = 0.0f;
     }
+
+    // An output of H tokens: out[h * kTile]. One or two tokens are faster if the loops know their group.
+    template <int bits, int H>
+    static void row(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead, float* out) {
+        if (H <= 2 && a.weight.group == 32) return row_of<bits, H, 32>(a, in, row, ahead, out);
+        if (H <= 2 && a.weight.group == 64) return row_of<bits, H, 64>(a, in, row, ahead, out);
+        row_of<bits, H, 0>(a, in, row, ahead, out);
+    }
+    // known: inputs of a group, or 0: as `a` says.
+    template <int bits, int H, int known>
+    static void row_of(const PackedLinear& a, const Inputs<T>& in, int64_t row, bool ahead,
+                       float* out) {
+        constexpr int W = Vector::width, bytes = kBlock * bits / 8;
+        const int64_t group = known ? known : a.weight.group, groups = a.I / group;
+        const uint8_t* block = a.weight.codes + row * (a.I * bits / 8);
+        const int16_t* x = in.rows;
+        const T* scales = static_cast<const T*>(a.weight.scales) + row * groups;
+        const T* minimums = static_cast<const T*>(a.weight.minimums) + row * groups;
+        Vector total[H];
+        Sum part[1][H];
+        for (int h = 0; h < H; h++) total[h] = broadcast(0.0f), part[0][h] = _mm256_setzero_si256();
+        for (int64_t g = 0; g < groups; g += W) {
+            const int n = static_cast<int>(groups - g < W ? groups - g : W);
+            const Vector s = n == W ? load(scales + g) : load(scales + g, n);
+            const Vector m = n == W ? load(minimums + g) : load(minimums + g, n);
+            float scale[H][W];
+            for (int h = 0; h < H; h++) {
+                const int64_t at = h * in.groups_stride + g;
+                store(scale[h], s * load(in.scales + at));
+                total[h] = fma(m, load(in.sums + at), total[h]);
+            }
+            int k = 0;
+            const auto end_group = [&]() {
+                for (int h = 0; h < H; h++) {
+                    const Vector sum = {_mm256_cvtepi32_ps(part[0][h])};
+                    total[h] = fma(sum, broadcast(scale[h][k]), total[h]);
+                    part[0][h] = _mm256_setzero_si256();
+                }
+                k++;
+            };
+            while (k < n) {
+                for (int64_t i = 0; i < group; i += kBlock, x += kBlock, block += bytes) {
+                    if (ahead) ask_for(block + kAhead);
+                    add_span<WholeProduct, bits, 0>(block, 0, x, in.stride, part);
+                    if (group == 32) end_group();
+                    add_span<WholeProduct, bits, 32>(block, 0, x, in.stride, part);
+                }
+                end_group();
+            }
+        }
+        for (int h = 0; h < H; h++) out[h * kTile] = sum_of(total[h]);
+    }
+
+  private:
+    static constexpr int64_t kAhead = 2048;  // bytes; measured (benchmarks/LOG.md)
 };
 template <>
 struct CodeProduct<bfloat16> : WholeProduct<bfloat16> {};

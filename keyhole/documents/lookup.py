@@ -1,0 +1,119 @@
+"""Opens stored documents without an index and without locks, for read-only processes of a server.
+
+Any number of them may share a store with writers. Files are replaced atomically, so a read sees one
+version. A record may be evicted before it is opened; an open one stays readable where the storage
+allows it, and otherwise reading it raises RecordError.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from keyhole.documents.index import DocumentInfo, record_file
+from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
+from keyhole.documents.reader import MEMORY_BYTES, StoredDocument, VerifiedRecords
+from keyhole.documents.record import find_header
+from keyhole.documents.remote import open_storage
+from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
+from keyhole.errors import ConfigError, UnknownNameError
+
+
+class DocumentLookup:
+    """The documents at `place` as one model sees them, read only.
+
+    place: a folder or any URL that fsspec opens. fingerprint: the model's.
+    """
+
+    def __init__(self, place: str | Path, fingerprint: Fingerprint) -> None:
+        self._place = open_storage(place)
+        self._fingerprint = dict(fingerprint)
+        self._model = model_of(fingerprint)
+        self._verified = VerifiedRecords(self._fingerprint, MEMORY_BYTES)
+
+    def check_model(self) -> None:
+        """ConfigError if all records belong to other models; an empty store is valid."""
+        records = self._files("records")
+        headers = [find_header(self._place, name) for name in records]
+        theirs = [header.fingerprint for header in headers if header is not None]
+        if not theirs or any(f"-{self._model}." in name for name in records):
+            return
+        nearest = min(theirs, key=lambda found: len(differences(found, self._fingerprint)))
+        fields = differences(nearest, self._fingerprint)
+        there, here = (
+            ", ".join(f"{name} {side.get(name)!r}" for name in fields)
+            for side in (nearest, self._fingerprint)
+        )
+        raise ConfigError(
+            f"documents at {self._place.url!r} were encoded by another model: it has {there}, this "
+            f"one {here}; encode them with this model by `keyhole documents add`"
+        )
+
+    def digest(self, name: str) -> str:
+        """The digest of a document's source; UnknownNameError with the nearest name."""
+        try:
+            head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not head:
+            paths = [f"documents/{name}" for name in self._files("documents")]
+            known = []
+            for other in self._place.heads(paths, HEAD_BYTES):
+                with suppress(RecordError):  # a damaged first line has no name
+                    known.append(SourceFile.parse(other).name)
+            raise UnknownNameError("document", name, known)
+        return SourceFile.parse(head).digest
+
+    def open(self, name: str, digest: str) -> StoredDocument:
+        """Opens the record of a source; close it afterwards. name: for messages.
+
+        RecordError for a record that is damaged, missing, or another model's.
+        """
+        file = record_file(digest, self._model)
+        try:
+            reader = self._place.reader(f"records/{file}")
+        except FileNotFoundError:
+            raise self._absent(name, digest) from None
+        except OSError as error:
+            raise self._unreadable(error) from error
+        try:
+            record = self._verified.read(reader, digest)
+        except RecordError as error:
+            reader.close()
+            raise error.of(name) from error
+        info = DocumentInfo(
+            name=name,
+            tokens=record.header.tokens,
+            block_size=record.header.block_size,
+            size_bytes=reader.size,
+            created=record.header.created,
+            last_used=record.header.created,
+            hits=0,
+            pinned=False,
+            digest=digest,
+            records=(self._model,),
+            encoded=True,
+            metadata={},
+        )
+        return StoredDocument(info, record, reader, ExitStack(), checks=not reader.is_local)
+
+    def _absent(self, name: str, digest: str) -> RecordError:
+        """The error for a missing record: other models have one, or none has."""
+        for record in self._files("records"):
+            header = find_header(self._place, record) if record.startswith(digest) else None
+            if header is not None:
+                error = foreign(header.fingerprint, self._fingerprint)
+                if error is not None:
+                    return error.of(name)
+        what = "it has no record, because it was evicted or removed"
+        return RecordError("missing", what, "a record", name)
+
+    def _files(self, folder: str) -> list[str]:
+        try:
+            return sorted(self._place.files(folder))
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        reason = error.strerror or str(error)
+        return ConfigError(f"documents at {self._place.url!r} cannot be read: {reason}")

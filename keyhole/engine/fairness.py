@@ -1,0 +1,95 @@
+"""Who is next: of threads that want the engine, and of callers whose requests wait."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from keyhole.engine.sequence import Sequence
+
+#: Callers whose turns are remembered; beyond it, only those whose turn is still to come.
+_MOST_CALLERS = 1024
+
+
+class FairQueue(deque[Sequence]):
+    """Waiting sequences, whose callers take turns.
+
+    Start-time fair queueing: a caller's next request gets the turn after its last one, or the
+    current turn if that one is past. The requests of one caller stay in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0  # the latest that was admitted
+        self._next_turns: dict[str, int] = {}  # by caller
+
+    def enter(self, sequence: Sequence) -> None:
+        """Puts a new sequence at its turn; a pre-empted one returns by `appendleft`."""
+        turn = max(self._turn, self._next_turns.get(sequence.caller, 0))
+        if len(self._next_turns) >= _MOST_CALLERS:
+            later = {caller: t for caller, t in self._next_turns.items() if t > self._turn}
+            self._next_turns = later
+        self._next_turns[sequence.caller] = turn + 1
+        sequence.turn, place = turn, len(self)
+        while place and self[place - 1].turn > turn:
+            place -= 1
+        self.insert(place, sequence)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes a sequence out, whose turn has come."""
+        self.remove(sequence)
+        self._turn = max(self._turn, sequence.turn)
+
+
+class FairLock:
+    """First come, first served; re-entrant.
+
+    `threading.Lock` guarantees no order: a thread that runs steps in a loop would acquire it again
+    before a waiting thread wakes up to add its request.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()  # protects the fields below
+        self._waiting: deque[threading.Lock] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._guard:
+            if self._owner in (None, me):
+                self._owner, self._depth = me, self._depth + 1
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()  # released by the previous owner
+        except BaseException:  # interrupted while it waited
+            self._leave(turn)
+            raise
+        with self._guard:
+            self._owner, self._depth = me, 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            self._depth -= 1
+            if self._depth == 0:
+                self._hand_over()
+
+    def _leave(self, turn: threading.Lock) -> None:
+        """Stops waiting; passes the lock on if it was handed over meanwhile."""
+        with self._guard:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            else:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._owner = _HANDED_OVER if self._waiting else None
+        if self._waiting:
+            self._waiting.popleft().release()
+
+
+#: The owner while the lock is handed over to a thread that has not woken up yet.
+_HANDED_OVER = -1

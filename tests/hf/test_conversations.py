@@ -1,0 +1,95 @@
+"""`keyhole.sparse`: `past_key_values` that go on, under policies that keep data of a sequence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keyhole import RKV, ClusterKV, RaaS, ShadowKV, SnapKV, sparse
+from keyhole.policies.base import Policy
+from tests.hf.generating import assert_same, decode, forward, network, prompts
+
+__all__ = ["network"]
+
+
+def turn(network: Any, before: Any, new: Tensor, **options: Any) -> Any:
+    """The answer to a text that goes on after another answer, by default from its cache."""
+    ids = torch.cat([before.sequences, new], 1)
+    given = {"past_key_values": before.past_key_values} | options
+    return decode(network, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **given)
+
+
+NONE = torch.empty(1, 0, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RaaS(token_budget=16),
+        RKV(token_budget=16),
+        RKV(token_budget=32, prompt_in_budget=True, observation_window=4),
+    ],
+)
+def test_a_prompt_after_evicted_pages_reads_what_is_left(network: Any, policy: Policy) -> None:
+    """Under R-KV the next turn ended in an AssertionError as soon as a page was evicted."""
+    ids, size, there = prompts(60)["input_ids"], 8, torch.zeros(60, 60, dtype=torch.bool)
+    found, past, start = [], None, 0
+    with sparse(network, policy, page_size=size):
+        for end in (9, *range(10, 44), 54, *range(55, 61)):
+            if past is not None:
+                gone = [entry for entry, page in enumerate(past.rows[0].pages) if page < 0]
+                left = ~torch.isin(torch.arange(end) // size, torch.tensor(gone))
+                there[start:end, :end] = left
+            there[start:end, start:end] = True
+            out = forward(network, {"input_ids": ids[:, start:end]}, past_key_values=past)
+            found.append(out.logits)
+            past, start = out.past_key_values, end
+    assert gone
+    mask = torch.zeros(1, 1, 60, 60).masked_fill(~there.tril(), float("-inf"))
+    wanted = forward(network, {"input_ids": ids, "attention_mask": mask}).logits
+    assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_the_next_turn_is_chosen_by_its_own_queries(network: Any, count: int) -> None:
+    """Queries of the turn before took the places of the answer's, which are not kept."""
+    found, length = [], {"max_new_tokens": count, "min_new_tokens": count}
+    for window in (4, 12):
+        policy = SnapKV(token_budget=16, observation_window=window)
+        with sparse(network, policy, page_size=8):
+            # Within the budget: the window does not matter.
+            first = decode(network, prompts(14), **length)
+            # The last token of the answer is not computed yet.
+            found.append(turn(network, first, prompts(3, seed=1)["input_ids"]))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(token_budget=16),
+        ClusterKV(token_budget=32),
+        ShadowKV(token_budget=24),
+        RaaS(token_budget=16),
+        RKV(token_budget=16),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_copied_cache_goes_on_as_the_cache_does(network: Any, policy: Policy, count: int) -> None:
+    """A copy lacked what the policy keeps of a sequence: SnapKV read other tokens of the prompt."""
+    with sparse(network, policy, page_size=8):
+        first = decode(network, prompts(45), max_new_tokens=count, min_new_tokens=count)
+        copied = copy.deepcopy(first.past_key_values)
+        wanted = turn(network, first, NONE, max_new_tokens=40, min_new_tokens=40)
+        got = turn(
+            network, first, NONE, past_key_values=copied, max_new_tokens=40, min_new_tokens=40
+        )
+        straight = decode(
+            network, prompts(45), max_new_tokens=count + 40, min_new_tokens=count + 40
+        )
+    assert_same(got, wanted, 0)
+    assert torch.equal(wanted.sequences, straight.sequences)
