@@ -264,7 +264,7 @@ class SamplingParams:
     )
     trace: bool = setting(False, "record which tokens each layer reads for every generated token")
     adapter: str | None = setting(
-        None, "LoRA adapter of the request, one of the LLM's; None: the base model"
+        None, "name of one of the LLM's LoRA adapters; None: the base model"
     )
 
     def __post_init__(self) -> None:
@@ -293,7 +293,7 @@ class SamplingParams:
             good |= name == "stop" and all(isinstance(text, str) and text for text in texts)
             require(good, name, texts, "non-empty texts")
             whole = not any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
-            require(whole, name, texts, "Unicode text: a lone surrogate is half a character")
+            require(whole, name, texts, "valid Unicode, without lone surrogates")
         ids = all(is_count(token, 0) for token in self.stop_token_ids)
         require(ids, "stop_token_ids", self.stop_token_ids, "token ids >= 0")
         good = self.grammar is None or bool(self.grammar.strip())
@@ -305,8 +305,8 @@ class SamplingParams:
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ConfigError(
-                f"{name} {getattr(self, name)} does not go with a grammar, which says where the "
-                "text ends; leave one out"
+                f"{name} {getattr(self, name)} cannot be combined with a grammar, which decides "
+                "where the text ends; leave one out"
             )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -379,17 +379,22 @@ class EngineConfig:
     prefill_policy: str | None = setting(
         None, "what the tokens of long prompts read, such as xattention:mass=0.95; None: everything"
     )
-    prefix_cache: bool = setting(True, "compute a shared prefix once")
+    prefix_cache: bool = setting(
+        True, "reuse the keys and values of prefixes that were seen before"
+    )
     prefix_store: str | None = setting(
         None, "folder that keeps cached prefixes across restarts; None: not kept"
     )
     prefix_store_bytes: int | None = setting(None, "size limit of that folder; None: no limit")
     hot_document_bytes: int | None = setting(
         None,
-        "bytes of memory for keys and values of stored documents that were read last; None: none",
+        "bytes of memory that keep the most recently read keys and values of stored documents; "
+        "None: none",
     )
     host_document_bytes: int | None = setting(
-        None, "with hot_document_bytes, bytes of host memory for those that leave a GPU; None: none"
+        None,
+        "with hot_document_bytes on a GPU, bytes of host memory for what is evicted from it; "
+        "None: none",
     )
     memory: int | None = setting(None, "bytes for the KV cache; None: most of what is free")
     total_memory: int | None = setting(
@@ -401,7 +406,7 @@ class EngineConfig:
     max_prefill_share: float = setting(
         0.5, "largest share of a step's prompt tokens that one prompt takes while others wait"
     )
-    graphs: bool = setting(True, "on a GPU, replay decode steps as CUDA graphs where possible")
+    graphs: bool = setting(True, "replay decode steps as CUDA graphs on a GPU, where possible")
     max_length: int | None = setting(
         None, "longest sequence, in tokens; None: what the model allows"
     )
@@ -441,8 +446,8 @@ class EngineConfig:
             )
         if self.prefix_store is not None and not self.prefix_cache:
             raise ConfigError(
-                f"prefix_store {self.prefix_store!r} belongs to the prefix cache, which is off; "
-                "leave one of the two settings out"
+                f"prefix_store {self.prefix_store!r} needs the prefix cache, but prefix_cache is "
+                "False; leave one of the two settings out"
             )
         if self.prefix_store is not None and self.drafts_by_model:
             raise ConfigError(
@@ -461,18 +466,19 @@ class EngineConfig:
             require(value is None or is_count(value), name, value, "at least 1")
         if self.prefix_store_bytes is not None and self.prefix_store is None:
             raise ConfigError(
-                f"prefix_store_bytes {self.prefix_store_bytes} limits a folder of prefixes, and "
-                "there is none: give prefix_store, or leave it out"
+                f"prefix_store_bytes {self.prefix_store_bytes} limits prefix_store, which is not "
+                "given; give both or neither"
             )
         if self.host_document_bytes is not None and self.hot_document_bytes is None:
             raise ConfigError(
-                f"host_document_bytes {self.host_document_bytes} are for blocks that leave "
-                "hot_document_bytes, which is not given; give both or none"
+                f"host_document_bytes {self.host_document_bytes} holds what is evicted from "
+                "hot_document_bytes, which is not given; give both or neither"
             )
         share = self.max_prefill_share
         require(0 < share <= 1, "max_prefill_share", share, "above 0 and at most 1")
         if self.memory is not None and self.total_memory is not None:
             raise ConfigError(
-                "give memory=, for the KV cache alone, or total_memory=, with weights and what a "
-                f"step computes with; not both ({self.memory} and {self.total_memory})"
+                f"memory {self.memory} and total_memory {self.total_memory} cannot be combined; "
+                "give memory= to limit the KV cache alone, or total_memory= to limit the weights, "
+                "the KV cache and the working memory of a step together"
             )

@@ -77,8 +77,8 @@ def require(config: Any, name: str) -> str | None:
     verdict, measured_now = _known(config, name)
     if not verdict.exact:
         raise ModelError(
-            f"model {name!r} is of the family {verdict.family!r}, which Keyhole cannot run: "
-            f"{verdict.reason}; `keyhole models` lists the families that are exact"
+            f"model {name!r} belongs to the family {verdict.family!r}, which Keyhole cannot run: "
+            f"{verdict.reason}; `keyhole models` lists the supported families"
         )
     if not measured_now:
         return None
@@ -103,13 +103,14 @@ def load_exact(
     """The model of an `LLM`, for its arguments; ModelError for a family that is not exact."""
     if device_map is not None and isinstance(model, PreTrainedModel | Model):
         raise ConfigError(
-            "device_map= goes with the name of a model, which it places while loading"
+            "device_map= needs the name of a model, because it takes effect while the model is "
+            "loaded; this one is already loaded"
         )
     origin = origin or Origin()
     if origin != Origin() and isinstance(model, PreTrainedModel | Model):
         raise ConfigError(
-            "revision=, subfolder= and trust_remote_code= go with the name of a model, and this "
-            "one is loaded already"
+            "revision=, subfolder= and trust_remote_code= need the name of a model; this one is "
+            "already loaded"
         )
     if isinstance(model, PreTrainedModel):
         return adopt(model, tokenizer, device, dtype, require, weights, adapters)
@@ -117,12 +118,19 @@ def load_exact(
         return load(model, device, dtype, tokenizer, require, weights, adapters, device_map, origin)
     if weights is not None:
         raise ConfigError(
-            f"weights {weights!r} goes to keyhole.models.loading.load with this model"
+            f"weights {weights!r} must be given to keyhole.models.loading.load, because this "
+            "model is already loaded"
         )
     if adapters is not None:
-        raise ConfigError("adapters= goes to keyhole.models.loading.load with this model")
+        raise ConfigError(
+            "adapters= must be given to keyhole.models.loading.load, because this model is "
+            "already loaded"
+        )
     if tokenizer is not None:
-        raise ConfigError("tokenizer= goes to keyhole.models.loading.load with this model")
+        raise ConfigError(
+            "tokenizer= must be given to keyhole.models.loading.load, because this model is "
+            "already loaded"
+        )
     return model
 
 

@@ -58,7 +58,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> GrammarState:
         if importlib.util.find_spec("llguidance") is None:
-            raise ConfigError("a grammar needs another package: pip install 'keyhole[serve]'")
+            raise ConfigError("a grammar needs llguidance: pip install 'keyhole[serve]'")
         if self._tokenizer is None or not self._tokenizer.is_fast:
             raise RequestError("a grammar needs a fast tokenizer; this model has none")
         from llguidance import LLMatcher
@@ -151,8 +151,8 @@ class GrammarState:
         """RequestError if no token may come next."""
         if not self.allows_any:
             raise RequestError(
-                "this model's tokenizer has no token that the grammar or JSON schema can begin "
-                "with; it cannot write such a text"
+                "this model cannot write such a text: its tokenizer has no token with which the "
+                "grammar or JSON schema could begin"
             )
 
 

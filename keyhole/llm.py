@@ -140,7 +140,7 @@ class LLM:
 
     Raises:
         ModelError: The model is missing, damaged or not supported.
-        ConfigError: A setting is invalid, or does not go with the model or the policy.
+        ConfigError: A setting is invalid, or cannot be used with the model or the policy.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         if not isinstance(prefix_cache, bool):
-            right = f"left out with prefix_cache={str(prefix_cache)!r}, which is a folder, too"
+            right = f"left out, because prefix_cache={str(prefix_cache)!r} also names a folder"
             require(prefix_store is None, "prefix_store", prefix_store, right)
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
@@ -540,8 +540,8 @@ def params_for(params: Params, count: int) -> list[SamplingParams]:
         return [_params(params)]
     if len(params) != count:
         raise ConfigError(
-            f"params is a list of {len(params)}, and there are {count} prompts; give one for all, "
-            "or one for each"
+            f"params has {len(params)} entries for {count} prompts; give one SamplingParams for "
+            "all prompts, or one for each"
         )
     return [_params(one) for one in params]
 
@@ -550,7 +550,9 @@ def _single(params: SamplingParams | None) -> SamplingParams:
     """The settings of a request that gives one completion."""
     given = _params(params)
     if given.n != 1:
-        raise RequestError(f"n {given.n} goes with generate and chat; streams and ask give one")
+        raise RequestError(
+            f"n {given.n} must be 1 here; only generate and chat return several completions"
+        )
     return given
 
 

@@ -270,8 +270,9 @@ class MemoryPlan:
         need = sum(terms.values())
         if need > self.memory:
             raise CapacityError(
-                f"the weights need {_mib(terms['weights'])}, with what a step needs {_mib(need)}; "
-                f"the limit is {_mib(self.memory)}: raise it, or use a smaller dtype or model"
+                f"the weights need {_mib(terms['weights'])}, and with the memory of a step "
+                f"{_mib(need)}, but the limit is {_mib(self.memory)}; raise it, or use a smaller "
+                "dtype or model"
             )
 
     @classmethod
@@ -305,7 +306,8 @@ class MemoryPlan:
             need, best = min((model.bytes(length, i), i) for i in places)
             raise CapacityError(
                 f"{count} requests of {length} tokens need {_mib(need)} with {best} layers "
-                f"offloaded, memory is {_mib(self.memory)}; lower requests, length or token_budget"
+                f"offloaded, but memory is {_mib(self.memory)}; lower requests, length or "
+                "token_budget"
             )
         return found
 

@@ -68,7 +68,8 @@ class Registry(Generic[Method]):
         if isinstance(method, self._base):
             if settings:
                 raise ConfigError(
-                    f"settings {sorted(settings)} go with a {self._kind}'s name, not its object"
+                    f"settings {sorted(settings)} can be given with a {self._kind}'s name only, "
+                    "not with an object"
                 )
             return method
         spec = parse_one(method, self._kind) if isinstance(method, str) else Spec(str(method))
@@ -290,7 +291,8 @@ def require_depth(method: object, num_layers: int) -> None:
         measured = SettingsFile.read(method).num_layers
         if measured not in (None, num_layers):
             raise ConfigError(
-                f"{str(method)!r} is for a model of {measured} layers, this one has {num_layers}"
+                f"{str(method)!r} is for a model of {measured} layers, but this one has "
+                f"{num_layers}"
             )
 
 

@@ -29,7 +29,7 @@ def one_or_several(prompts: Prompts) -> tuple[bool, list[Any]]:
     if isinstance(prompts, str | Mapping):
         return True, [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
-        raise RequestError(f"a prompt is {_RIGHT}, or a list of these, not {_named(prompts)}")
+        raise RequestError(f"a prompt must be {_RIGHT}, or a list of these, not {_named(prompts)}")
     several = list(prompts)
     if several and all(is_count(one, -(2**63)) for one in several):
         return True, [several]
@@ -46,11 +46,12 @@ def given_ids(what: str, given: object) -> list[int] | None:
     if isinstance(given, Mapping):
         if set(given) != {"prompt_token_ids"}:
             raise RequestError(
-                f"{what} as a dict has the one key 'prompt_token_ids', not {list(given)}"
+                f"{what} given as a dict must have only the key 'prompt_token_ids', not "
+                f"{list(given)}"
             )
         given = given["prompt_token_ids"]
     if isinstance(given, bytes) or not isinstance(given, Sequence):
-        raise RequestError(f"{what} is {_RIGHT}, not {_named(given)}")
+        raise RequestError(f"{what} must be {_RIGHT}, not {_named(given)}")
     for token in given:
         if not is_count(token, -(2**63)):
             raise RequestError(f"token id {token!r} of {what} must be a whole number")
@@ -71,8 +72,8 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text has half a character, {text[error.start]!r}, at place {error.start}: a lone "
-            "surrogate is not Unicode text; read it again with the right encoding"
+            f"the text has a lone surrogate, {text[error.start]!r}, at position {error.start}, "
+            "which is not valid Unicode; decode the text with its own encoding"
         ) from error
     return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
 
@@ -139,10 +140,10 @@ def chat_text(
         raise RequestError("this model has no chat template; use generate with a prompt")
     template = str(tokenizer.get_chat_template(tools=tools))
     for name in sorted(_OF_CONVERSATIONS & (settings or {}).keys()):
-        raise RequestError(f"{name!r} is no setting of a chat template; leave it out of them")
+        raise RequestError(f"{name!r} cannot be given to a chat template; leave it out")
     for name in [*(["tools"] if tools else []), *(settings or {})]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise RequestError(f"this model's chat template knows no {name!r}; leave it out")
+            raise RequestError(f"this model's chat template does not use {name!r}; leave it out")
 
     def written(conversation: list[dict[str, Any]]) -> str:
         try:
@@ -157,7 +158,7 @@ def chat_text(
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(
-                f"this model's chat template refuses it: {first_line(error)}"
+                f"this model's chat template rejects the conversation: {first_line(error)}"
             ) from error
 
     text = written(plain)
@@ -184,14 +185,15 @@ def _plain(message: object) -> dict[str, Any]:
     """A message whose content is one text; one that calls tools may have none."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(
-            f"a message needs 'role' and 'content', and a role is a text; not {message!r}"
+            f"a message must have 'content' and a 'role' that is a string, not {message!r}"
         )
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         content = "\n".join(_text(part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(
-            f"a message needs a text, or a list of parts of text, as content; not {message!r}"
+            "a message must have a string or a list of text parts as its 'content', unlike "
+            f"{message!r}"
         )
     return {**message, "content": content}
 
@@ -202,7 +204,7 @@ def _text(part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
         raise RequestError(
-            f"a part of a message is of type {kind!r}, and models here read text alone: give "
+            f"a message has a part of type {kind!r}, but only text is supported; give "
             "{'type': 'text', 'text': ...}"
         )
     return str(part["text"])

@@ -285,7 +285,7 @@ def _text(found: dict[Cell, str | None], reasons: list[str]) -> str:
 
 def _reason(text: str, cell: Cell) -> str:
     """The error without the names of this cell."""
-    text = re.sub(r"model '[^']*' is of the family '[^']*', which", "the model", text)
+    text = re.sub(r"model '[^']*': the family '[^']*'", "the model: its family", text)
     text = text.replace(f"reuse method {cell.way!r}", "the reuse method")
     return text.replace(f"policy {cell.policy!r}", "the policy")
 

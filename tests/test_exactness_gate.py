@@ -332,7 +332,7 @@ def test_layers_of_a_small_model_are_of_all_kinds() -> None:
 
 def test_chunks_must_be_whole_pages(tmp_path: Path) -> None:
     config = shrink(CONFIG_MAPPING["llama4_text"]())
-    with pytest.raises(ConfigError, match="page_size 16 must divide 8"):
+    with pytest.raises(ConfigError, match="page_size 16 must be a divisor of 8"):
         LLM(random_model(config), device="cpu", page_size=16, memory="8MB")
 
 

@@ -248,7 +248,7 @@ def test_nothing_is_planned_for_zero(name: str) -> None:
 def test_memory_that_does_not_hold_the_weights_is_refused_with_numbers() -> None:
     model = paper(LLAMA | LLAMA_BYTES, requests=1, token_budget=1024)
     assert model.thresholds(8 * GIB) == (0,) * 33
-    with pytest.raises(CapacityError, match=r"20452\.3 MiB; the limit is 8192\.0 MiB"):
+    with pytest.raises(CapacityError, match=r"20452\.3 MiB, but the limit is 8192\.0 MiB"):
         MemoryPlan(model=model, memory=8 * GIB)
 
 

@@ -160,7 +160,8 @@ class BatchOutput:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
             raise ConfigError(
-                f"{self._name} must be a file: a later run reads from it what is answered"
+                f"{self._name} must be a regular file, because a later run reads which requests "
+                "it answers"
             )
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -197,8 +198,8 @@ class BatchOutput:
                 os.ftruncate(self._file, self._size)
             reason = f"{self._name} cannot be written: {error.strerror}"
             raise StorageFullError(
-                f"{reason}; {len(self.statuses)} answers are kept; repeat the command "
-                "when there is room"
+                f"{reason}; {len(self.statuses)} answers were kept; free disk space and repeat the "
+                "command"
             ) from error
         self._size += len(data)
         self.statuses[entry["id"]] = is_answer(entry)

@@ -49,9 +49,11 @@ def run_batch(
     """
     part = Shard() if shard is None else shard
     if Path(source).exists() and not Path(source).is_file():
-        raise ConfigError(f"{str(source)!r} must be a file, which is read twice")
+        raise ConfigError(f"{str(source)!r} must be a regular file, because it is read twice")
     if Path(output).exists() and Path(source).exists() and Path(output).samefile(source):
-        raise ConfigError(f"input and output are one file, {str(output)!r}; name another output")
+        raise ConfigError(
+            f"input and output are the same file, {str(output)!r}; name another output"
+        )
     ids = {line.id: part.has(line) for line in read_lines(source)}
     with BatchOutput(output) as file:
         _check_same_input(file, ids, source)
@@ -94,6 +96,6 @@ def _check_same_input(file: BatchOutput, ids: dict[str, bool], source: str | Pat
     others = [name for name in file.statuses if name not in ids]
     if others:
         raise ConfigError(
-            f"{str(file.path)!r} has {len(others)} answers to lines that {str(source)!r} does not "
-            "have; name another output"
+            f"{str(file.path)!r} has {len(others)} answers to requests that are not in "
+            f"{str(source)!r}; name another output"
         )

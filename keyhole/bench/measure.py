@@ -73,7 +73,7 @@ def device(name: str) -> torch.device:
     there = kind == "cpu" or (kind == "cuda" and cuda)
     there = there and (not number or (number.isdigit() and int(number) < torch.cuda.device_count()))
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if cuda else []
-    require(there, "device", name, f"one that is here: {', '.join(('auto', 'cpu', *gpus))}")
+    require(there, "device", name, f"one of {', '.join(('auto', 'cpu', *gpus))}")
     return torch.device(name)
 
 

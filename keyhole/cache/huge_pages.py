@@ -4,8 +4,8 @@ Selected tokens are scattered over a cache of gigabytes. With 4 KiB memory pages
 them is a TLB miss (measured: benchmarks/LOG.md). On Linux a CPU tensor reserves the address space
 that it may grow to; the system provides memory as pages are written, so growth costs no time and
 only what is used is held. Reserved addresses cannot be written until the tensor grows into them, so
-a limit on private memory (RLIMIT_DATA) counts the tensor, not what it may become. Elsewhere, and
-without address space, growth copies.
+a limit on private memory (RLIMIT_DATA) counts the tensor's current size, not the size to which it
+may grow. Elsewhere, and without address space, growth copies.
 
 The first write to a huge page takes milliseconds in a virtual machine whose host has to provide it.
 All layers of a cache write the same rows in a step, so their tensors begin at different places of a

@@ -119,11 +119,11 @@ class Geometry:
             if layer.shared_values:
                 raise ConfigError(
                     f"kv_dtype {kv_dtype!r} cannot be used with MLA (multi-head latent "
-                    "attention), whose values are part of its keys; leave kv_dtype out"
+                    "attention), where values are part of the keys; leave kv_dtype out"
                 )
             if layer.alibi:
                 raise ConfigError(
-                    f"kv_dtype {kv_dtype!r} cannot be used with ALiBi, whose positions are stored "
+                    f"kv_dtype {kv_dtype!r} cannot be used with ALiBi, where positions are stored "
                     "in the keys; leave kv_dtype out"
                 )
             for dim in (layer.key_dim, layer.value_dim):

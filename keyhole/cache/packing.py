@@ -3,8 +3,8 @@
 Layers may keep different tokens of stored documents. A page spans all layers, so at its tokens' own
 positions it stays as long as any layer keeps one of them. Keys are rotated already, and attention
 does not depend on the order of keys; so each layer's kept tokens move together, and page i of one
-layer then holds other tokens than page i of another. If layers keep equally many tokens, as under
-SamKV, nothing is held that no layer reads, except in the first and last page.
+layer then holds other tokens than page i of another. If all layers keep the same number of tokens,
+as under SamKV, only the first and last page may hold tokens that no layer reads.
 
 A *place* is where a layer stores a token: a position of the page list. The first page of kept
 tokens stays at the beginning, and the others end where the question begins, in order: attention

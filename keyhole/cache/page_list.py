@@ -110,7 +110,7 @@ class PageList:
         return int(self._pages[entry])
 
     def take(self, entry: int, page: int) -> None:
-        """Takes a page of another sequence, with the same content, instead of an own one."""
+        """Replaces a page by another sequence's page with the same content."""
         own = int(self._pages[entry])
         if own != page:
             self._cache.share([page])

@@ -309,7 +309,7 @@ class PageCache:
         return self._refs[page]
 
     def stamp(self, page: int) -> int:
-        """A number that the page has until its last reference is dropped or it moves; -1: free."""
+        """A number that identifies the page until it is freed or moved; -1: it is free."""
         held = page < len(self._refs) and self._refs[page] > 0
         return self._stamps[page] if held else -1
 
@@ -339,7 +339,7 @@ class PageCache:
         return [tensor[list(pages)] for tensor in self._pages]
 
     def write(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
-        """Writes keys and values that `content` returned, maybe of another cache, into pages."""
+        """Writes into pages what `content` returned, for this or another cache."""
         self._settle()
         for tensor, layer in zip(self._pages, content, strict=True):
             tensor[list(pages)] = layer.to(tensor.device)

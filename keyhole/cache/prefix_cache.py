@@ -8,8 +8,8 @@ computed exactly. A *group* of requests has its own prefixes if its pages hold m
 values.
 
 Where a page's data also depend on the tokens after it (InfLLM's received attention), a page is
-reused only if the pages that follow it in the prefix were inserted with it: those of another
-sequence with the same tokens up to the page's end may have gone on differently.
+reused only if the pages that follow it in the prefix were inserted with it: another sequence with
+the same tokens up to the page's end may have continued differently.
 """
 
 from __future__ import annotations

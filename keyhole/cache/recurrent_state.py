@@ -88,7 +88,7 @@ class LayerState:
         self.states["recurrent", 0] = linear_cache
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: no step is taken back."""
+        """False, because no step is undone."""
         return False
 
 

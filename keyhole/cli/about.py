@@ -138,15 +138,22 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "tokenizers", "numpy")
-#: The package's extras, each with a module that no other extra installs.
+#: The package's extras for users, each with a module that no other extra installs.
 _EXTRAS = {
     "plot": "matplotlib",
     "eval": "scipy",
     "serve": "fastapi",
+    "bench": "aiohttp",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
     "convert": "markitdown",
+    "lora": "peft",
+    "quantized": "torchao",
+    "gguf": "gguf",
     "embeddings": "sqlite_vec",
     "lm-eval": "lm_eval",
     "kvpress": "kvpress",
+    "vllm": "vllm",
+    "ray": "ray",
 }
 
 
@@ -194,9 +201,7 @@ def _found() -> dict[str, dict[str, Any]]:
         "devices": devices,
         "kernels": backends,
         "extras": {
-            name: "installed"
-            if importlib.util.find_spec(module)
-            else f'pip install "keyhole[{name}]"'
+            name: "installed" if _is_installed(module) else f'pip install "keyhole[{name}]"'
             for name, module in _EXTRAS.items()
         },
         "folders": {
@@ -205,6 +210,13 @@ def _found() -> dict[str, dict[str, Any]]:
             "hub cache": constants.HF_HUB_CACHE,
         },
     }
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that would contain it is missing
+        return False
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -20,8 +20,10 @@ _SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout", "em
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `keyhole batch`."""
-    parser.add_argument("input", metavar="INPUT", help="file of requests, one a line")
-    parser.add_argument("output", metavar="OUTPUT", help="file of answers, which is continued")
+    parser.add_argument("input", metavar="INPUT", help="file of requests, one per line")
+    parser.add_argument(
+        "output", metavar="OUTPUT", help="file of answers; an existing one is continued"
+    )
     text = "answer every n-th line, from line i on; each shard needs an OUTPUT of its own"
     parser.add_argument("--shard", metavar="I/N", default="1/1", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object when done")

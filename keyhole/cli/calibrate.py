@@ -58,14 +58,14 @@ class PlacementSettings:
     """How DELTA's layers are placed."""
 
     method: str = setting(
-        "optimal", "optimal: the least loss by --measure; paper: the largest shifts between layers"
+        "optimal", "optimal: least loss by --measure; paper: largest shifts between layers"
     )
     measure: str | None = setting(
         None,
-        "what optimal minimises the loss of: attention mass, or the relative error of the "
-        "attention output (error); None: mass",
+        "the loss that optimal minimises: mass (attention mass that is missed) or error (relative "
+        "error of the attention output); None: mass",
     )
-    num_delta_layers: int = setting(3, "layers that select pages")
+    num_delta_layers: int = setting(3, "number of layers that select pages")
     max_tokens: int = setting(256, "tokens to generate per prompt")
     plot: str | None = setting(None, "write a picture of the measured recall to this file")
 

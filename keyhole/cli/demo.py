@@ -132,7 +132,8 @@ def _text(found: Demo, budget: int) -> str:
         listed = ", ".join(layers)
         lines.append(f"dense layers differ ({listed}): compare a method with its control only")
     lines += [
-        f"\nNote: full attention itself is wrong on {outcome.task}; there the others say little."
+        f"\nNote: full attention itself is wrong on {outcome.task}, so the other results there "
+        "mean little."
         for outcome in found.outcomes
         if outcome.policy == "full" and not outcome.correct
     ]

@@ -58,7 +58,7 @@ def refuse(arguments: argparse.Namespace, *names: str) -> None:
         value = getattr(arguments, name)
         if value is not None and value is not False:  # 0 is a value
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is not for --suite {arguments.suite}")
+            raise ConfigError(f"{flag} cannot be used with --suite {arguments.suite}")
 
 
 def run_attention(arguments: argparse.Namespace) -> int:
@@ -240,7 +240,7 @@ def _paper_suite(
     own = {"lengths": default_lengths(model), "policies": default_policies(model)}
     settings = EvalSettings(**(_DEFAULTS | own | given))
     good = settings.terms != "tuned"
-    right = "given, equal or published; settings that --suite tasks has tuned go into --policies"
+    right = "given, equal or published; put settings tuned by --suite tasks into --policies"
     require(good, "terms", settings.terms, right)
     right = "auto: this suite compares methods over unquantised keys; use --suite tasks"
     require(settings.kv_dtype == "auto", "kv_dtype", settings.kv_dtype, right)

@@ -107,7 +107,9 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     if settings.text is None and not bundled:
         answered(tasks, "needs a text of your own: --text FILE")
     if settings.text is not None and not any(isinstance(task, str) for task in tasks):
-        raise ConfigError(f"--text is for {' and '.join(FORCED)}, and --tasks names neither")
+        raise ConfigError(
+            f"--text is for the tasks {' and '.join(FORCED)}, but --tasks names neither"
+        )
     model = flags.load_model(arguments)
     from keyhole.eval import suite
 

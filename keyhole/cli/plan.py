@@ -57,7 +57,8 @@ class PlanSettings:
     )
     policy: str | None = setting(
         None,
-        "NAME:SETTING=VALUE; None: no policy data, and all layers may be offloaded",
+        "policy whose data is counted, as NAME:SETTING=VALUE; None: no policy data, and all layers "
+        "may be offloaded",
     )
     requests: int = setting(1, "sequences at once")
     token_budget: int = setting(
@@ -72,7 +73,7 @@ class PlanSettings:
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
     kv_dtype: str = setting("auto", "data type of keys and values: int8 or fp8; auto: the model's")
     device: str = setting(
-        "cpu", "cpu or cuda, where a prompt reads a copy of one layer's keys and values"
+        "cpu", "cpu or cuda, for which a copy of one layer's keys and values is counted"
     )
 
     def __post_init__(self) -> None:
@@ -233,8 +234,8 @@ def _selecting(policy: Policy, shape: Checkpoint) -> Path | str | None:
     named: str | None = getattr(policy, kind, None)
     if named is None and not (shape.folder / beside).is_dir():
         print(
-            f"without the data of a {kind}: {shape.name!r} has no folder {beside!r}, and {kind}= "
-            "names no other",
+            f"the data of a {kind} is not counted: {shape.name!r} has no folder {beside!r}, and "
+            f"{kind}= names no other",
             file=sys.stderr,
         )
         return None
@@ -249,7 +250,7 @@ def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     layer = shape.layers[0]
     if layer.shared_values:
         raise ConfigError(
-            f"preset 'paper' counts keys and values of whole heads, and {shape.name!r} keeps "
+            f"preset 'paper' counts keys and values of whole heads, but {shape.name!r} caches "
             "latents; use --preset measured"
         )
     itemsize = ITEMSIZES["float16"]

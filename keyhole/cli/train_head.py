@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the result; default: keyhole-head, or seer-gate for a gate, next to the "
         "weights, or here if --model is not a folder",
     )
-    parser.add_argument("--resume", action="store_true", help="resume the run in the folder")
+    parser.add_argument("--resume", action="store_true", help="resume the run in the output folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_settings(parser, TrainingConfig, "training")
 

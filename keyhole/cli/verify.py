@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length",
         metavar="N",
-        help="also check a prompt of this many tokens: beyond a sliding window, or where RoPE is "
-        "scaled; eager attention needs memory for its square",
+        help="also check a prompt of this many tokens, for example beyond a sliding window or "
+        "where RoPE is scaled; eager attention needs memory quadratic in N",
     )
     flags.add_data(parser, "texts for the recall of the retrieval head and for --weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -141,8 +141,8 @@ def _texts(model: Model, arguments: argparse.Namespace) -> Corpus | None:
     if model.head is None:
         if arguments.data is not None and arguments.weights is None:
             raise ConfigError(
-                f"--data {arguments.data!r} would not be read: {model.name!r} has no retrieval "
-                "head; leave it out, or give --weights"
+                f"--data {arguments.data!r} would not be used, because {model.name!r} has no "
+                "retrieval head; leave it out, or give --weights"
             )
         return None
     if arguments.data is not None:

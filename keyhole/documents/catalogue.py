@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from keyhole.config import bytes_text
 from keyhole.documents.index import Index
 from keyhole.documents.integrity import RecordError
 from keyhole.documents.record import find_header
@@ -229,10 +230,10 @@ class Catalogue:
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
             raise StorageFullError(
-                f"{more_bytes} bytes more do not fit into the limit of {limit_bytes} bytes of the "
-                f"documents at {self.place.url!r}: {total - free} of the {total} bytes there are "
-                "texts, or records that are pinned or in use; raise limit_bytes, or unpin or "
-                "remove documents"
+                f"{bytes_text(more_bytes)} more do not fit into the limit of "
+                f"{bytes_text(limit_bytes)} for documents at {self.place.url!r}: "
+                f"{bytes_text(total - free)} of the {bytes_text(total)} there are texts, or "
+                "records that are pinned or in use; raise limit_bytes, or unpin or remove documents"
             )
 
     def evict(self, limit_bytes: int, keep: Collection[str]) -> None:

@@ -115,7 +115,7 @@ class SentenceEncoder:
         self.digest = _digest(place)
 
     def passages(self, text: str) -> list[str]:
-        """Overlapping parts of the text that the model takes as a whole."""
+        """Overlapping parts of the text, each short enough for the model."""
         found = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -251,7 +251,7 @@ def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
-                f"embeddings {str(folder)!r} has a step {kind!r} that is unknown here"
+                f"embeddings {str(folder)!r} has a module {kind!r}, which is not supported"
             )
         if kind == "Pooling":
             settings = _json(folder / module.get("path", "") / "config.json") or {}
@@ -262,13 +262,13 @@ def _check_modules(folder: Path, modules: list[dict[str, Any]]) -> None:
             ]
             if set(others) - {"pooling_mode_mean_tokens"}:
                 raise ConfigError(
-                    f"embeddings {str(folder)!r} pools by {', '.join(others)}; only the mean is "
-                    "known"
+                    f"embeddings {str(folder)!r} pools by {', '.join(others)}; only mean pooling "
+                    "is supported"
                 )
             if settings.get("include_prompt") is False:
                 raise ConfigError(
-                    f"embeddings {str(folder)!r} leaves prompts out of the mean (include_prompt), "
-                    "which is unknown here"
+                    f"embeddings {str(folder)!r} leaves prompts out of the mean "
+                    "(include_prompt: false), which is not supported"
                 )
 
 

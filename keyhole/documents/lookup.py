@@ -45,8 +45,8 @@ class DocumentLookup:
             for side in (nearest, self._fingerprint)
         )
         raise ConfigError(
-            f"documents at {self._place.url!r} are of another model: theirs has {there}, this one "
-            f"{here}; encode them with this model by `keyhole documents add`"
+            f"documents at {self._place.url!r} were encoded by another model: it has {there}, this "
+            f"one {here}; encode them with this model by `keyhole documents add`"
         )
 
     def digest(self, name: str) -> str:

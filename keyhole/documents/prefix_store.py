@@ -35,7 +35,7 @@ class PrefixStore:
     """Chunks of prompts in a local folder, which is created if missing; a read-only one is read.
 
     fingerprint: what the numbers depend on; chunks of any other fingerprint are not found.
-    limit_bytes: of all files; those not used for longest are removed first; None: no limit.
+    limit_bytes: of all files; the least recently used ones are removed first; None: no limit.
     ConfigError if the folder cannot be used.
     """
 
@@ -72,7 +72,7 @@ class PrefixStore:
         except (RecordError, OSError) as error:
             what = error.what if isinstance(error, RecordError) else str(error)
             _LOG.warning(
-                "the stored prefix %s/%s is not used: %s; its tokens are computed again",
+                "the stored prefix %s/%s cannot be used: %s; it is computed again",
                 self._place.url,
                 path,
                 what,
@@ -101,9 +101,9 @@ class PrefixStore:
     def write(
         self, digest: bytes, tensors: Mapping[str, Tensor], before: Sequence[bytes] = ()
     ) -> None:
-        """Stores a chunk, unless it is there or larger than the limit; then it is on disk.
+        """Writes a chunk to disk, unless it is stored already or larger than the limit.
 
-        before: the chunks of the text before it, without which it is of no use; it is removed
+        before: the chunks of the tokens before it, without which it cannot be used; it is removed
         before they are. tensors: on the CPU, contiguous, wide numbers before narrow ones. An error
         becomes a warning; the chunk is then computed again when it is needed.
         """

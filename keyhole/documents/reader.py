@@ -110,9 +110,9 @@ class VerifiedRecords:
         self._lock = threading.Lock()
 
     def read(self, reader: StorageReader, digest: str) -> VerifiedRecord:
-        """The record in an open file; RecordError if it is damaged, or not this source's.
+        """The record in an open file; RecordError if it is damaged or belongs to another source.
 
-        It is read again if the file has another identity than before, or none.
+        It is read again if the file's identity has changed or is unknown.
         """
         key = (reader.identity or "", digest)
         with self._lock:
@@ -352,8 +352,8 @@ def problems(
 ) -> list[Problem]:
     """The problems of a document; reads everything that is stored of it for this model.
 
-    An evicted record is one only if the document is named. A document that another process replaces
-    or removes in the meantime has none.
+    A missing record is a problem only if the document is named. A document that another process
+    replaces or removes in the meantime has no problems.
     """
     found = list(_faults(catalogue, source, fingerprint, named=named))
     if found:

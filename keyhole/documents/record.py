@@ -203,8 +203,8 @@ def _require_numbers(name: str, tensor: Tensor, *, may_be_infinite: bool) -> Non
     if bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any()):
         bad = tensor.isnan() if may_be_infinite else ~tensor.isfinite()
         raise NumericalError(
-            f"{name} hold {int(bad.sum())} NaN or infinite numbers, and are not stored; load the "
-            "model with dtype='float32'"
+            f"{name} contain {int(bad.sum())} NaN or infinite numbers, so they are not stored; "
+            "load the model with dtype='float32'"
         )
 
 

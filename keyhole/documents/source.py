@@ -1,7 +1,7 @@
 """The source of a document, as a file: one line of JSON, then the text or its token ids.
 
-The first line describes the document; any model can encode it again from the rest. A document is
-stored as long as this file exists; records refer to it by the digest of the source.
+The first line describes the document; any model can encode it again from the rest. A document
+exists as long as this file does; records refer to it by the digest of the source.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Source:
                 ) from error
             return cls(source, body, sha256(body))
         if isinstance(source, bytes | bytearray):
-            raise ConfigError("a document is bytes; decode them, or give token ids")
+            raise ConfigError("a document must be text or token ids, not bytes; decode it first")
         ids = [int(token) if isinstance(token, np.integer) else token for token in source]
         wrong = [token for token in ids if not (is_count(token, 0) and token < 2**63)]
         if wrong:

@@ -134,7 +134,7 @@ class DocumentStore:
     def require_blocks(self, name: str, source: str | Sequence[int], block_size: int) -> None:
         """ConfigError if this model has the text under another name in blocks of another size.
 
-        Names with the same text share its record.
+        Documents with the same text share a record.
         """
         with self._told("read"):
             index = self._catalogue.index
@@ -143,8 +143,8 @@ class DocumentStore:
         for other in infos:
             if other.encoded and other.block_size != block_size:
                 raise ConfigError(
-                    f"block_size {block_size} of document {name!r} must be {other.block_size}: "
-                    f"document {other.name!r} has the same text, in blocks of that size"
+                    f"block_size {block_size} of document {name!r} must be {other.block_size}, "
+                    f"because document {other.name!r} has the same text in blocks of that size"
                 )
 
     def add(
@@ -215,7 +215,7 @@ class DocumentStore:
         return self.open_all([name])[0]
 
     def open_all(self, names: Sequence[str]) -> builtins.list[StoredDocument]:
-        """`open` for each of these names, which differ: all are open afterwards, or none.
+        """Opens several documents of different names: either all of them or, on an error, none.
 
         The records are checked in threads, and the index counts the hits in one transaction.
         """
@@ -378,8 +378,8 @@ class DocumentStore:
             where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
             if error.errno in _NO_SPACE:
                 raise StorageFullError(
-                    f"{where}; the store is unchanged; free disk space, remove documents, or "
-                    "choose another place"
+                    f"{where}; the store is unchanged; free disk space, remove documents, or use "
+                    "another folder"
                 ) from error
             if error.errno == EMFILE:
                 where += "; name fewer documents, or allow more open files: `ulimit -n`"

@@ -92,8 +92,8 @@ def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
     layers = policy.offloadable(geometry)
     if not layers or getattr(policy, "token_budget", None) is None:
         raise ConfigError(
-            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; "
-            "offload goes with a policy that selects, such as delta, quest or spe_context"
+            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; use "
+            "offload with a policy that selects, such as delta, quest or spe_context"
         )
     return layers
 
@@ -136,8 +136,8 @@ def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:
         return MemoryPlan(model=memory, memory=config.total_memory)
     if config.memory is None:
         raise ConfigError(
-            "offload needs memory=, the limit of resident keys and values, or total_memory=, the "
-            "limit of these, the weights and the activations of a step"
+            "offload needs memory=, which limits the keys and values in memory, or total_memory=, "
+            "which also counts the weights and the activations of a step"
         )
     return MemoryPlan.for_cache(memory, config.memory)
 
@@ -198,9 +198,12 @@ def allocate(
     if plan is not None and config.offload is not None:
         max_pages = max(plan.capacities)
     if max_pages < 1:
-        beside = f" beside a recurrent state of {reserved} bytes" if reserved else ""
-        beside += f" beside hot_document_bytes {hot}; lower that, or raise memory" if hot else ""
-        raise ConfigError(f"memory {room} bytes holds no page of {page_bytes} bytes{beside}")
+        beside = f", beside {bytes_text(reserved)} of recurrent state" if reserved else ""
+        beside += f", beside hot_document_bytes {hot}" if hot else ""
+        raise ConfigError(
+            f"memory {bytes_text(room)} has no room for a page of {bytes_text(page_bytes)}{beside};"
+            f" raise memory{', or lower hot_document_bytes' if hot else ''}"
+        )
     cache = PageCache(
         geometry,
         max_pages,
@@ -244,14 +247,14 @@ def too_long(
         layers, most = len(offloader.plan.model.order), cache.max_pages * config.page_size
         return (
             f"{length} tokens (prompt and max_tokens) do not fit into "
-            f"{offloader.plan.cache_memory} bytes of KV cache with all {layers} layers that may be "
-            f"offloaded: {most} do; raise {_limit(config)}, or lower token_budget, max_batch "
-            "or max_tokens"
+            f"{bytes_text(offloader.plan.cache_memory)} of KV cache, even with all {layers} layers "
+            f"offloaded that may be; at most {most} fit: raise {_limit(config)}, or lower "
+            "token_budget, max_batch or max_tokens"
         )
     pages = -(-length // config.page_size)
     need, have = (bytes_text(n * cache.page_bytes) for n in (pages, cache.max_pages))
     return (
-        f"{length} tokens (prompt and max_tokens) need {need} of KV cache, the limit is "
+        f"{length} tokens (prompt and max_tokens) need {need} of KV cache, but the limit is "
         f"{have}; raise {_limit(config)}, set offload= to a folder that layers may move to "
         "(with a policy that selects), or lower max_tokens"
     )

@@ -90,7 +90,7 @@ class Engine:
         self.max_length = longest(model, config)
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         if copies is not None and config.offload is not None:
-            raise ConfigError("copies of prompts go to engines without offload=; leave one out")
+            raise ConfigError("copies of prompts cannot be combined with offload=; leave one out")
         draft = load_draft(config.draft_folder, model) if config.drafts_by_model else None
         if draft is not None:
             # Steps of a draft model are launched one by one, and its data stay with this engine.
@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
@@ -253,14 +253,15 @@ class Engine:
         float32 on the CPU. reuse_approximate: cached pages of a sparse decode may serve as prompt.
         context: the stored documents that the prompt begins with. after: a request with the same
         prompt, whose computation this one waits for and shares. under: the result of `under`; None:
-        the engine's policy. caller: whose request it is; those of several callers take turns.
+        the engine's policy. caller: identifies who sent the request; the requests of different
+        callers take turns.
         """
         under, stored = under or self._own, context is not None
         num_tokens = len(prompt) + len(given)
         params = self.limits.resolve(params, num_tokens, under.policy, stored=stored)
         if context is not None and self.config.drafts_by_model:
             raise ConfigError(
-                "draft='eagle3' keeps no keys of stored documents; leave one of them out"
+                "draft='eagle3' cannot be used with stored documents; leave one of them out"
             )
         if context is not None:
             self._document_prefill(under)  # refuses a model whose keys cannot be shifted

@@ -14,8 +14,8 @@ _MOST_CALLERS = 1024
 class FairQueue(deque[Sequence]):
     """Waiting sequences, whose callers take turns.
 
-    Start-time fair queueing: a caller's next request has the turn after its last one, or the
-    current turn if it has had none for long. The requests of one caller stay in order.
+    Start-time fair queueing: a caller's next request gets the turn after its last one, or the
+    current turn if that one is past. The requests of one caller stay in order.
     """
 
     def __init__(self) -> None:

@@ -158,7 +158,7 @@ class HeadRunner:
 
 
 def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | None:
-    """Loads the gate that the policy names, or else the one beside the model's weights.
+    """Loads the gate that the policy names, or else the one next to the model's weights.
 
     None for a policy that wants none. ConfigError if there is none; ModelError if it is damaged or
     of another model.
@@ -168,7 +168,7 @@ def load_gate(policy: Policy, model: Model, geometry: Geometry) -> SeerGate | No
     place = getattr(policy, "gate", None) or model.gate
     if place is None:
         raise ConfigError(
-            f"policy {policy.name!r} needs a gate, and there is none next to {model.name!r}; train "
+            f"policy {policy.name!r} needs a gate, but there is none next to {model.name!r}; train "
             "one with `keyhole train-head --objective gate`, or give gate=FOLDER"
         )
     gate = SeerGate.from_pretrained(place, geometry)
@@ -183,8 +183,8 @@ def load_head(policy: Policy, model: Model) -> RetrievalHead:
     place = getattr(policy, "head", None) or model.head
     if place is None:
         raise ConfigError(
-            f"policy {policy.name!r} needs a retrieval head, and {model.name!r} has none; "
-            "make one with `keyhole train-head`, or give head=FOLDER"
+            f"policy {policy.name!r} needs a retrieval head, but {model.name!r} has none; "
+            "train one with `keyhole train-head`, or give head=FOLDER"
         )
     head = RetrievalHead.from_pretrained(place, model.network)
     return head.to(model.device, model.dtype).eval()

@@ -57,7 +57,7 @@ class RequestLimits:
         if model.rope is not None and len(tokens) >= limit:
             what = "stored documents" if stored else f"policy {policy.name!r}"
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens, under {what} this model takes at most "
+                f"the prompt has {len(tokens)} tokens, but under {what} this model takes at most "
                 f"{limit - 1} and one new token ({model.rope.reason})"
             )
         most = self.resolve(params, len(tokens), policy, stored=stored).max_tokens
@@ -99,7 +99,8 @@ def longest(model: Model, config: EngineConfig) -> int:
         return model.max_length
     if config.max_length > model.max_length:
         raise ConfigError(
-            f"max_length {config.max_length} is more than {model.max_length}: {model.length_reason}"
+            f"max_length {config.max_length} must be at most {model.max_length}: "
+            f"{model.length_reason}"
         )
     return config.max_length
 
@@ -110,7 +111,7 @@ def check_tokens(
     """RequestError for tokens or parameters that the model does not support.
 
     PromptTooLongError if no new token fits below `max_length`; UnknownNameError for a LoRA adapter
-    that it does not have.
+    that is not loaded.
     """
     adapter_number(params.adapter, model)
     if not tokens:
@@ -139,7 +140,7 @@ def check_tokens(
         if max_length < model.max_length:
             reason = "set by max_length"
         raise PromptTooLongError(
-            f"the prompt has {len(tokens)} tokens, this model takes at most "
+            f"the prompt has {len(tokens)} tokens, but this model takes at most "
             f"{max_length - 1} and one new token ({reason})"
         )
 
@@ -159,7 +160,7 @@ def end_ids(params: SamplingParams, model: Model) -> list[int]:
 
 
 def adapter_number(name: str | None, model: Model) -> int:
-    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that the LLM has not."""
+    """The number of a LoRA adapter, 0 for None. UnknownNameError for one that is not loaded."""
     try:
         return model.adapters.number(name)
     except ValueError:

@@ -66,8 +66,8 @@ def requested(spec: PolicySpec, own: Policy, geometry: Geometry) -> Policy:
         policy = make_policy(spec)
     if geometry.index_topk is not None and not policy.dense:
         raise ConfigError(
-            f"policy {policy.name!r} cannot be used with this model, whose own indexer selects "
-            f"{geometry.index_topk} tokens in each layer; leave policy out"
+            f"policy {policy.name!r} cannot be used with this model, because its own indexer "
+            f"selects {geometry.index_topk} tokens in each layer; leave policy out"
         )
     return policy.resolve(geometry)
 
@@ -124,7 +124,7 @@ def _why_not_kept(policy: Policy, own: Policy, geometry: Geometry) -> str | None
     if kept and page_data(geometry, policy, None) != page_data(geometry, own, None):
         return (
             f"with these settings it keeps {_listed(kept)} of another shape with every page; "
-            f"{start} and these settings, or change only others"
+            f"{start} and these settings, or leave these settings as they are"
         )
     if policy.wants_gate and _gate(policy) not in (None, _gate(own)):
         return f"the LLM has the gate of {_gate(own) or 'the model'!r}; leave gate out"
@@ -150,8 +150,8 @@ def _why_not_offloaded(
         )
     if policy.selection_heads(geometry) != own.selection_heads(geometry):
         return (
-            "it makes another number of choices per layer than the buffers of offloaded layers are "
-            f"made for; start the LLM with policy={policy.name!r}"
+            "it makes another number of selections per layer than the buffers of offloaded layers "
+            f"have room for; start the LLM with policy={policy.name!r}"
         )
     return None
 

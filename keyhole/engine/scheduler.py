@@ -175,9 +175,9 @@ class Scheduler:
         self._drop(sequence)
         if not (self.running or self.lent):
             raise CapacityError(
-                f"what is kept of {sequence.num_prompt} tokens of documents and question does "
-                f"not fit into {self._cache.max_pages * self._cache.page_size} tokens of KV "
-                "cache; raise memory=, or keep less"
+                f"documents and question have {sequence.num_prompt} tokens, and what is kept of "
+                f"them does not fit into {self._cache.max_pages * self._cache.page_size} tokens of "
+                "KV cache; raise memory=, or keep less"
             )
         self._stalled = sequence
 
@@ -460,8 +460,8 @@ class Scheduler:
             self._release(sequence)
             raise CapacityError(
                 f"what is kept of the documents, the question and max_tokens need {pages * size} "
-                f"tokens of KV cache, the limit is {self._cache.max_pages * size}; raise memory=, "
-                "lower max_tokens or keep less"
+                f"tokens of KV cache, but the limit is {self._cache.max_pages * size}; raise "
+                "memory=, lower max_tokens, or keep less"
             )
 
     def _most(self, sequence: Sequence, length: int) -> int:

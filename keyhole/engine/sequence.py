@@ -30,14 +30,14 @@ class Stats:
     prompt_attended_fraction: under a prefill policy, blocks of keys read for the tokens of the
     prompt / blocks before them, mean over layers with full attention and heads.
     attended_fraction: keys read / keys cached, mean over layers and steps.
-    moved_bytes, hit_rate: what offloaded layers loaded, and the share of selected tokens
-    that was there already.
+    moved_bytes, hit_rate: bytes that offloaded layers loaded, and the share of selected tokens that
+    were already in their buffers.
     sequence_ratio, recompute_ratio: of stored documents, tokens kept (mean over layers) and tokens
     computed again / all. held_ratio: tokens of a layer for which pages are held / all.
     store_bytes_read: read from the store. tokens_not_computed: of documents.
     evicted_pages: freed for good by a policy that evicts, before the end.
     kv_bytes_read: keys and values read in all decode steps; other_bytes_read: summaries and scores.
-    queue_ms: from its arrival until the scheduler let it in.
+    queue_ms: from its arrival until it was admitted.
     accepted_length: with a draft, tokens generated per decode step, the one of the model included.
     acceptance_rate: proposed tokens that were accepted / all that were checked.
     """
@@ -341,11 +341,11 @@ class Result:
 
     finish_reason: "stop" (end token, stop text or id), "length" or "abort".
     logprobs: per generated token a dict token id -> log-probability, if asked for.
-    reads: per generated token the tokens that each layer read, if asked for (`trace`); of a very
-    long answer those of its first tokens.
+    reads: per generated token the tokens that each layer read, if asked for (`trace`); for very
+    long answers only of the first tokens.
     reused: what an answer took from stored documents (`LLM.ask`). others: the other completions of
-    the prompt, where `SamplingParams.n` asks for several. arrival: when the request came, seconds
-    since 1970, UTC. token_times: seconds from there to each sampled token.
+    the prompt, where `SamplingParams.n` asks for several. arrival: when the request arrived, in
+    seconds since 1970, UTC. token_times: when each token was sampled, in seconds after arrival.
     """
 
     text: str

@@ -179,7 +179,7 @@ def candidates_of(
         "num_delta_layers",
         num_delta_layers,
         f"at least 1, and fewer than the {len(candidates)} full-attention layers that are not in "
-        "full_layers: one at least must be left to read a choice",
+        "full_layers, so that at least one layer is left to use a selection",
     )
     return candidates
 

@@ -88,7 +88,7 @@ class WindowedText:
 
     def __init__(self, path: str | Path, model: Model) -> None:
         if model.tokenizer is None:
-            raise ConfigError(f"--text is text, and {model.name} has no tokenizer")
+            raise ConfigError(f"--text cannot be used, because {model.name} has no tokenizer")
         self.path: str = str(path)
         try:
             text = Path(path).read_text(encoding="utf-8-sig")

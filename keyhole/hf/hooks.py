@@ -261,7 +261,7 @@ class Hooks:
                 past.update()
             if len(past.rows) != num_rows:
                 raise RequestError(
-                    f"past_key_values are of {len(past.rows)} rows, the input has {num_rows}"
+                    f"past_key_values have {len(past.rows)} rows, but the input has {num_rows}"
                 )
             return past
         if past is None:
@@ -272,8 +272,8 @@ class Hooks:
         own = getattr(past, "_is_user_defined", False) or past in self._replaced
         if own or past.get_seq_length():
             raise unsupported(
-                "a DynamicCache from outside; pass the past_key_values of an earlier output "
-                "(of generate with return_dict_in_generate=True), or none"
+                "a DynamicCache of your own; pass the past_key_values of an earlier output "
+                "(from generate with return_dict_in_generate=True), or none"
             )
         self._replaced.add(past)
         return self._new_cache(num_rows)
@@ -308,7 +308,7 @@ class Hooks:
         pages, size, limit = self.pages, self.pages.page_size, self._model.max_length
         if length > limit:
             raise PromptTooLongError(
-                f"{length} tokens are more than the {limit} that this model takes "
+                f"the input has {length} tokens, but this model takes at most {limit} "
                 f"({self._model.length_reason})"
             )
         if row.num_computed % size:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
-from keyhole.config import SamplingParams
+from keyhole.config import SamplingParams, bytes_text
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError, RequestError
@@ -29,7 +29,7 @@ OPTIONS = {
 
 def unsupported(what: str) -> ConfigError:
     """The error for a feature of transformers that `sparse` does not support."""
-    return ConfigError(f"keyhole.sparse does not go with {what}")
+    return ConfigError(f"keyhole.sparse does not support {what}")
 
 
 def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
@@ -38,11 +38,11 @@ def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
         return np.ones((B, Q), bool)
     past = cache.get_seq_length()
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise unsupported("an attention_mask of other than two dimensions")
+        raise unsupported("an attention_mask that does not have two dimensions")
     if tuple(mask.shape) != (B, past + Q):
         raise RequestError(
-            f"the attention_mask has the shape {tuple(mask.shape)}, and must have {(B, past + Q)}: "
-            "a number for each token, those in past_key_values included"
+            f"attention_mask has shape {tuple(mask.shape)}, but must have {(B, past + Q)}: one "
+            "entry per token, including those in past_key_values"
         )
     there: np.ndarray = mask.cpu().numpy() != 0
     if (there[:, 1:] < there[:, :-1]).any():
@@ -51,7 +51,9 @@ def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
         )
     known = np.asarray([row.num_computed for row in cache.rows])
     if (there[:, :past].sum(1) != known).any():
-        raise RequestError("the attention_mask is not the one that past_key_values were made with")
+        raise RequestError(
+            "attention_mask differs from the one that past_key_values were computed with"
+        )
     return there[:, past:]
 
 
@@ -136,8 +138,8 @@ class PagedCache:
     def update(self, *_: Any, **__: Any) -> Any:
         """Called only by a model outside its `sparse` block."""
         raise ConfigError(
-            "these past_key_values are pages of keyhole.sparse, and that block has ended; "
-            "continue inside it, or start again from the text"
+            "these past_key_values belong to a keyhole.sparse block that has ended; continue "
+            "inside the block, or start again from the prompt"
         )
 
     get_query_offset = get_mask_sizes = update
@@ -156,7 +158,7 @@ class PagedCache:
 
     def batch_repeat_interleave(self, *_: Any) -> Any:
         """Refused: changes the rows of the batch."""
-        raise unsupported("repeating or choosing rows of past_key_values")
+        raise unsupported("repeating or selecting rows of past_key_values")
 
     batch_select_indices = reset = batch_repeat_interleave
 
@@ -165,8 +167,8 @@ def full(pages: PageCache) -> CapacityError:
     """The error for a cache without a free page."""
     limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
     return CapacityError(
-        f"the KV cache is full: its limit is {limit / 2**20:.1f} MiB, {tokens} tokens of all "
-        "rows and of all past_key_values that are held; raise memory="
+        f"the KV cache is full: it holds {tokens} tokens in {bytes_text(limit)}, for all rows "
+        "and all past_key_values that are still referenced; raise memory="
     )
 
 

@@ -63,7 +63,7 @@ def sparse(
     require_depth(policy, adopted.geometry(page_size).num_layers)
     if model in _ACTIVE:
         raise ConfigError(
-            "this model is inside keyhole.sparse already; leave that block before another one"
+            "this model is already inside a keyhole.sparse block; leave it before starting another"
         )
     hooks = Hooks(adopted, make_policy(policy), config)
     before = model.config._attn_implementation
@@ -83,7 +83,7 @@ def _adopt(network: Any) -> Model:
     """The engine's view of a model that the user loaded."""
     if not isinstance(network, PreTrainedModel):
         raise ConfigError(
-            f"keyhole.sparse takes a model of transformers, not {type(network).__name__}"
+            f"keyhole.sparse needs a transformers model, not {type(network).__name__}"
         )
     name = str(network.name_or_path) or type(network).__name__
     require(network.config, name)
@@ -95,18 +95,20 @@ def _adopt(network: Any) -> Model:
         )
     if families.recurrent_layers(network.config):
         raise ConfigError(
-            f"keyhole.sparse cannot run {name!r}: some of its layers keep a recurrent state, which "
-            "only the engine has; keyhole.LLM(model) can"
+            f"keyhole.sparse cannot run {name!r}, because some of its layers keep a recurrent "
+            "state; keyhole.LLM(model) can"
         )
     if any(layout.index_topk is not None for layout in families.layouts(network.config)):
         raise ConfigError(
-            f"keyhole.sparse cannot run {name!r}, whose own indexer selects tokens in place of a "
-            "policy; keyhole.LLM(model) can"
+            f"keyhole.sparse cannot run {name!r}, because the model's own indexer selects what is "
+            "read; keyhole.LLM(model) can"
         )
     devices = {parameter.device for parameter in network.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"keyhole.sparse takes a model on one device, this one is on {places}")
+        raise ConfigError(
+            f"keyhole.sparse needs a model on one device, but this one is on {places}"
+        )
     max_length, reason = families.max_length(network.config, None)
     folder = Path(name)
     calibration, head, gate = (folder / x for x in (CALIBRATION_FILE, HEAD_FOLDER, GATE_FOLDER))

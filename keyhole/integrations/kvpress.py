@@ -85,8 +85,8 @@ class CompressedModel:
             )
         if not all(layout.reads_all for layout in families.layouts(network.config)):
             raise ModelError(
-                f"{model.name!r} has layers with a sliding window or an indexer, which drop tokens "
-                "already: a budget would mean something else in each layer"
+                f"{model.name!r} has layers with a sliding window or an indexer, which already "
+                "drop tokens, so a budget would not mean the same in all layers"
             )
         if model.is_hybrid:
             raise ModelError(
@@ -290,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         "--interval",
         type=int,
         metavar="TOKENS",
-        help="press again after this many generated tokens",
+        help="compress again after this many generated tokens",
     )
     add("--tasks", default="passkey,key_value", metavar="NAMES", help="tasks of `keyhole eval`")
     add(
@@ -299,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="tokens per sample, including its answer",
     )
-    add("--setup", default="prompt", help=f"what is pressed: {', '.join(SETUPS)} or both")
+    add("--setup", default="prompt", help=f"what is compressed: {', '.join(SETUPS)} or both")
     add("--limit", type=int, default=16, metavar="N", help="samples per cell")
     add("--device", default="auto")
     add("--dtype", default="auto")

@@ -267,8 +267,8 @@ class KeyholeLM(TemplateLM):  # type: ignore[misc]
         for text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise RequestError(
-                    f"a continuation of {len(continuation)} tokens cannot be scored, it must have "
-                    f"1 to {self.max_length}" + (f": {text[1][:50]!r}" if text else "")
+                    f"a continuation of {len(continuation)} tokens must have 1 to "
+                    f"{self.max_length} to be scored" + (f": {text[1][:50]!r}" if text else "")
                 )
             whole = [*context, *continuation][-(self.max_length + 1) :]
             count = len(continuation)

@@ -172,5 +172,5 @@ def make_press(
     require(interval is None or is_count(interval), "interval", interval, "at least 1")
     if interval is not None and not offer.decodes:
         able = ", ".join(sorted(one for one, other in _OFFERED.items() if other.decodes))
-        raise ConfigError(f"press {name} cannot press again while decoding; these can: {able}")
+        raise ConfigError(f"press {name} cannot compress again while decoding; these can: {able}")
     return press

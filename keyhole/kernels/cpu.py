@@ -49,14 +49,16 @@ def use(path: str | None = None) -> str:
     global _path
     wanted = path or os.environ.get(_ENVIRONMENT) or paths()[0]
     if wanted not in paths():
-        raise ConfigError(f"no CPU kernels {wanted!r} here; there are {', '.join(paths())}")
+        raise ConfigError(
+            f"CPU kernels {wanted!r} are not available here; choose one of {', '.join(paths())}"
+        )
     if wanted != REFERENCE:
         extension.use(wanted)
     elif path is None and extension is None:
         warnings.warn(
-            "keyhole's CPU extension is not installed; attention is computed by plain PyTorch, many"
-            " times slower at long contexts. `pip install keyhole` builds it where there is a C++"
-            " compiler.",
+            "keyhole's CPU extension is not installed; attention is computed by plain PyTorch, "
+            "which is many times slower at long contexts. Install a C++ compiler, then run `pip "
+            "install keyhole` again.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -60,8 +60,8 @@ def attention(
     """
     if keyhole is None:
         raise ConfigError(
-            "this model runs under Keyhole, which computes its attention: use it through "
-            "keyhole.LLM, or inside keyhole.sparse by generate() or by calling the model itself"
+            "Keyhole computes the attention of this model; use it through keyhole.LLM or, inside "
+            "keyhole.sparse, call the model or its generate()"
         )
     layer = keyhole.cache.geometry.number(int(module.layer_idx))  # type: ignore[arg-type]
     batch = keyhole.at(layer)

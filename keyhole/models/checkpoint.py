@@ -237,7 +237,7 @@ def require_same(network: Any, report: Mapping[str, Any], name: str) -> None:
     for prefix, layer in sorted(_layers(report["unexpected_keys"]), reverse=True):
         if prefix in depths and layer >= depths[prefix] + predictors:
             raise ModelError(
-                f"the checkpoint {name!r} has {layer + 1} layers, and its config says "
+                f"the checkpoint {name!r} has {layer + 1} layers, but its config says "
                 f"num_hidden_layers {config.num_hidden_layers}: set it to {layer + 1} in "
                 "config.json, or give the config that belongs to these weights"
             )

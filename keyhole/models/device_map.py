@@ -62,7 +62,7 @@ def wanted_devices(device_map: DeviceMap) -> list[torch.device]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
             raise ConfigError(
-                "device_map='auto' spreads layers over GPUs, and there is none; leave it out"
+                "device_map='auto' spreads layers over GPUs, but there are none; leave it out"
             )
         return [torch.device("cuda", number) for number in range(count)]
     if not isinstance(device_map, Mapping) or not device_map:
@@ -79,13 +79,13 @@ def wanted_devices(device_map: DeviceMap) -> list[torch.device]:
                 f"device_map: {name!r} has the unknown device {given!r}; write cpu or cuda:0"
             ) from error
         if place.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device_map: {name!r} is on {given!r}; give cpu or cuda devices")
+            raise ConfigError(f"device_map: device {given!r} of {name!r} must be cpu or cuda")
         if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device_map: device {given!r} of {name!r} is not available")
         if place not in found:
             found.append(place)
     if len({place.type for place in found}) > 1:
-        raise ConfigError("device_map: a model is on GPUs or on the CPU, not on both")
+        raise ConfigError("device_map: a model must be on GPUs or on the CPU, not on both")
     return found
 
 
@@ -95,7 +95,10 @@ def require_alone(device_map: DeviceMap, device: str | torch.device) -> None:
         return
     wanted_devices(device_map)
     if device != _AUTO:
-        raise ConfigError(f"device {str(device)!r} goes without device_map, which has the devices")
+        raise ConfigError(
+            f"device {str(device)!r} cannot be combined with device_map, which names the devices; "
+            "leave one out"
+        )
 
 
 def require_attention(config: Any, device_map: DeviceMap, name: str) -> None:
@@ -274,7 +277,9 @@ def _as_given(
     depth = inside.count(".")
     deeper = [key for key in device_map if key.startswith(inside) and key.count(".") > depth]
     if deeper:
-        raise ConfigError(f"device_map: a layer is on one device; {deeper[0]!r} is a part of one")
+        raise ConfigError(
+            f"device_map: a layer must be on one device, but {deeper[0]!r} is part of a layer"
+        )
     return outside.pop(), layers
 
 
@@ -297,8 +302,8 @@ def _num_bytes(module: nn.Module) -> int:
 def _too_large(name: str, need: int, free: Mapping[torch.device, int]) -> CapacityError:
     there = ", ".join(f"{place} {size:,}" for place, size in free.items())
     return CapacityError(
-        f"the weights of {name!r} need {need:,} bytes, and there are {sum(free.values()):,} bytes "
-        f"for them ({there}): give more devices by device_map, a smaller dtype, or a quantised "
+        f"the weights of {name!r} need {need:,} bytes, but only {sum(free.values()):,} are "
+        f"available ({there}); give more devices in device_map, a smaller dtype, or a quantised "
         "checkpoint"
     )
 

@@ -101,9 +101,9 @@ def check(config: Any, name: str) -> None:
         )
     if getattr(config, "num_hidden_layers", None) is None:
         raise ModelError(
-            f"model {name!r} ({family}) consists of several models; of one of images and text "
-            "Keyhole runs the language model, given its folder or hub id, where transformers has a "
-            "class for its text alone"
+            f"model {name!r} ({family}) consists of several models; Keyhole runs the language "
+            "model of a vision-language checkpoint, given its folder or hub id, if transformers "
+            "has a class for the language model alone"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
         _check_sizes(_of_layer(config, layer), name)

@@ -284,9 +284,13 @@ def adopt(
         raise ConfigError(f"a model must be on one device, cpu or cuda; {name!r} is on {where}")
     place = places.pop()
     if device != "auto" and one_device(device) != place:
-        raise ConfigError(f"device {str(device)!r}: the model is on {str(place)!r}; move it first")
+        raise ConfigError(
+            f"device is {str(device)!r}, but the model is on {str(place)!r}; move it first"
+        )
     if dtype != "auto" and _dtype(dtype) != network.dtype:
-        raise ConfigError(f"dtype {str(dtype)!r}: the model is in {network.dtype}; cast it first")
+        raise ConfigError(
+            f"dtype is {str(dtype)!r}, but the model is in {network.dtype}; convert it first"
+        )
     _require_cpu(wanted, place)
     # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
@@ -354,7 +358,9 @@ def _model(
 @functools.cache  # once
 def _say_it_is_a_demonstration(name: str) -> None:
     logging.getLogger("keyhole").warning(
-        "%r is a demonstration model: it reads the little language of its tasks, not English", name
+        "%r is a demonstration model; it knows only the small artificial language of its tasks, "
+        "not English",
+        name,
     )
 
 
@@ -389,7 +395,7 @@ def _read_whole_config(found: ModelFiles) -> Any:
     except ModelError:
         raise
     except Exception as error:  # any library involved may raise its own error
-        _require_trust(found, error, "is of a family that transformers does not have")
+        _require_trust(found, error, "belongs to a family that transformers does not have")
         why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
         raise ModelError(
             f"the config of {found.shown!r} cannot be read: {one_line(error)}{why}"
@@ -405,8 +411,8 @@ def _require_trust(found: ModelFiles, error: Exception, what: str) -> None:
     """ModelError if the error is that code of the model would have to run, and may not."""
     if "trust_remote_code" in str(error) and not found.origin.trust_remote_code:
         raise ModelError(
-            f"{found.shown!r} {what}, and brings code for it; to run that code, which can do "
-            "anything that you can, give trust_remote_code=True, or --trust-remote-code"
+            f"{found.shown!r} {what}, and comes with its own code; that code can do anything that "
+            "you can: to run it, give trust_remote_code=True or --trust-remote-code"
         ) from error
 
 
@@ -452,13 +458,13 @@ def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
         return
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(
-            f"the tokenizer must be one of transformers, not {type(tokenizer).__name__}"
+            f"the tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}"
         )
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         logging.getLogger("keyhole").warning(
-            "the tokenizer of %r has ids up to %d, the model knows %d: a prompt with such an id is "
-            "refused",
+            "the tokenizer of %r has ids up to %d, but the model has a vocabulary of %d; prompts "
+            "with larger ids are refused",
             name,
             largest,
             vocab_size,

@@ -48,8 +48,8 @@ def named(model: object) -> str:
     if not isinstance(model, str | Path) or not str(model).strip():
         what = repr(model) if model is None or isinstance(model, str) else type(model).__name__
         raise ConfigError(
-            f"model {what} names no model: give a folder, a hub id such as "
-            f"'meta-llama/Llama-3.2-1B', or {TINY!r} for the bundled demonstration model"
+            f"model {what} must be a folder, a hub id such as 'meta-llama/Llama-3.2-1B', or "
+            f"{TINY!r} for the bundled demonstration model"
         )
     if isinstance(model, Path) and str(model) in _BUNDLED:
         return f"./{model}"  # pathlib has dropped the "./" that a user wrote
@@ -175,11 +175,13 @@ def locate(model: str | Path, origin: Origin = _MAIN) -> ModelFiles:
     folder = Path(name)
     if origin.revision is not None and (folder.exists() or name.lower().endswith(".gguf")):
         raise ConfigError(
-            f"revision {origin.revision!r} is for a hub id, and {name!r} is a place on this "
-            "machine: leave it out"
+            f"revision {origin.revision!r} is for a hub id, but {name!r} is on this machine; leave "
+            "it out"
         )
     if origin.subfolder is not None and (folder.is_file() or name.lower().endswith(".gguf")):
-        raise ConfigError(f"subfolder {origin.subfolder!r} is for a folder, and {name!r} is a file")
+        raise ConfigError(
+            f"subfolder {origin.subfolder!r} is for a folder, but {name!r} is a file; leave it out"
+        )
     found = _located(name, origin)
     # The model that an adapter is for has a place of its own.
     return found if found.adapter is not None else replace(found, origin=origin)
@@ -354,15 +356,15 @@ def _unknown(name: str, error: Exception, origin: Origin) -> ModelError:
 def _why(error: Exception, origin: Origin) -> str:
     """Why the hub returned no model."""
     reasons = {
-        GatedRepoError: "the hub asks for permission: get it on the model's page, then run "
+        GatedRepoError: "the model is gated: request access on its page on the hub, then run "
         "`hf auth login`",
-        RepositoryNotFoundError: "the hub has no such model, or a private one: then run "
-        "`hf auth login`",
+        RepositoryNotFoundError: "the hub has no such model, or it is private (then run "
+        "`hf auth login`)",
         RevisionNotFoundError: f"on the hub it has no revision {origin.revision!r}",
-        RemoteEntryNotFoundError: f"on the hub it has no {origin.place_of(_CONFIG)}, as LoRA "
-        "adapters and GGUF files have none: give the model that it was made of",
-        HFValidationError: "it is not a hub id, which is a name such as 'meta-llama/Llama-3.2-1B'",
-        OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids asking the hub",
+        RemoteEntryNotFoundError: f"on the hub it has no {origin.place_of(_CONFIG)}; if it has "
+        "only LoRA adapters or GGUF files, give the model that they were made from",
+        HFValidationError: "it is not a hub id such as 'meta-llama/Llama-3.2-1B'",
+        OfflineModeIsEnabled: "the hub is not asked, because HF_HUB_OFFLINE is set",
     }
     told = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), None)
     return told or f"the hub cannot be reached ({one_line(error)})"

@@ -68,8 +68,8 @@ class Model:
         for layer in layers:
             if layer.chunked and layer.window is not None and layer.window % page_size:
                 raise ConfigError(
-                    f"page_size {page_size} must divide {layer.window}, the size of this model's "
-                    "attention chunks"
+                    f"page_size {page_size} must be a divisor of {layer.window}, the size of this "
+                    "model's attention chunks"
                 )
         return Geometry(
             layers=layers,
@@ -147,8 +147,8 @@ def require_defaults(folder: Path) -> None:
             raise ValueError(f"eos_token_id {ends!r} must be a token's number, or a list of them")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(
-            f"{str(path)!r} is damaged: {one_line(error)}; mend it, or remove it to do without its "
-            "defaults"
+            f"{str(path)!r} is damaged: {one_line(error)}; correct it, or delete it to go without "
+            "its defaults"
         ) from error
 
 

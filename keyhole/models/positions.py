@@ -53,8 +53,8 @@ class RopeShift:
         """The rotations by which stored documents are placed; ConfigError if they cannot be."""
         if model.is_hybrid:
             raise ConfigError(
-                f"model {model.name!r} has layers with a recurrent state, which depends on every "
-                "earlier token: stored documents cannot be joined there"
+                f"stored documents cannot be used with model {model.name!r}: some of its layers "
+                "have a recurrent state, which depends on every earlier token"
             )
         return cls.of(model)
 
@@ -64,26 +64,26 @@ class RopeShift:
         config = model.network.config
         if not rotates(model):
             raise ConfigError(
-                f"model {model.name!r} is of the family {config.model_type!r}, which has no rotary "
-                "embedding for all layers: stored documents cannot be shifted there; use a model "
-                "with RoPE"
+                f"stored documents cannot be used with model {model.name!r}: the family "
+                f"{config.model_type!r} has no rotary embedding for all layers; use a model with "
+                "RoPE"
             )
         layouts = families.layouts(config)
         if any(layout.index_topk is not None for layout in layouts):
             raise ConfigError(
-                f"model {model.name!r} selects tokens by an indexer of its own, whose keys are "
-                "rotated in another part: stored documents cannot be shifted there"
+                f"stored documents cannot be used with model {model.name!r}: the keys of its own "
+                "indexer cannot be moved to other positions"
             )
         if any(layout.chunked for layout in layouts):
             raise ConfigError(
-                f"model {model.name!r} has layers of chunked attention: stored documents cannot be "
-                "shifted there, as their tokens would change chunks"
+                f"stored documents cannot be used with model {model.name!r}: it has layers of "
+                "chunked attention, and tokens that move would change chunks"
             )
         problem = _problem(config)
         if problem is not None:
             raise ConfigError(
-                f"model {model.name!r} is of the family {config.model_type!r}, where {problem}: "
-                "stored documents cannot be shifted there"
+                f"stored documents cannot be used with model {model.name!r}: in the family "
+                f"{config.model_type!r}, {problem}"
             )
         return cls._of(model.network, model.device)
 
@@ -213,5 +213,5 @@ def _measured_problem(config: Any) -> str | None:
             continue
         if torch.allclose(before, after, atol=1e-3, rtol=1e-3):
             return "some layers do not rotate their keys"
-        return "keys are rotated in pairs that Keyhole does not turn"
+        return "keys are rotated in pairs that Keyhole does not support"
     return None

@@ -75,7 +75,7 @@ def text_part(config: Any) -> Any:
 def announce(whole: Any, text: Any, name: str) -> None:
     """Logs that a model runs without its other parts."""
     logging.getLogger("keyhole").info(
-        "model %r (%s) reads images too: its language model (%s) runs alone, and text only",
+        "model %r (%s) also reads images; only its language model (%s) is run, with text",
         name,
         whole.model_type,
         text.model_type,

@@ -254,7 +254,7 @@ class Policy(MethodSettings):
     def token_scores(self, geometry: Geometry) -> int:
         """How many scores of each cached token exist at once in a decode step, for the plan.
 
-        Here: none, as where pages are scored instead, which takes little.
+        Here: none; scores of pages take little memory.
         """
         return 0
 
@@ -398,23 +398,23 @@ def require_pages(
 
 
 def require_shared_group(policy: str, share_group: bool) -> None:
-    """ConfigError for layers that are offloaded, and a selection per query head."""
+    """ConfigError if layers are offloaded and each query head has its own selection."""
     if not share_group:
         raise ConfigError(
-            f"policy {policy!r} with offload= needs share_group=True: offloaded layers load one "
-            "list per KV head"
+            f"policy {policy!r} with offload= needs share_group=True, because offloaded layers "
+            "load one selection per KV head"
         )
 
 
 def require_in_budget(policy: Policy, setting: str) -> None:
-    """ConfigError for layers that are offloaded, and a policy that reads outside its budget.
+    """ConfigError if layers are offloaded and the policy reads outside its budget.
 
-    setting: what would keep it within.
+    setting: the setting that prevents this.
     """
     if policy.outside_budget():
         raise ConfigError(
-            f"policy {policy.name!r} with offload= needs {setting}: what is loaded of offloaded "
-            "layers is bounded by token_budget"
+            f"policy {policy.name!r} with offload= needs {setting}, because offloaded layers load "
+            "at most token_budget tokens"
         )
 
 

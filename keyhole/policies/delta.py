@@ -111,7 +111,9 @@ class Delta(Policy):
     def _layers(self, geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
         given = self.full_layers is not None or self.delta_layers is not None
         if self.layers is not None and given:
-            raise ConfigError("give either layers (a file) or full_layers and delta_layers")
+            raise ConfigError(
+                "give either layers (a file) or full_layers and delta_layers, not both"
+            )
         source = Path(self.layers) if self.layers is not None else geometry.calibration
         if source is not None and not given:
             calibration = Calibration.load(source)

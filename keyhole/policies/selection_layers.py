@@ -105,7 +105,8 @@ class Calibration:
         needed = {field.name for field in fields(cls) if field.default is MISSING}
         if not isinstance(stored, dict) or not needed <= set(stored) <= known:
             raise ConfigError(
-                f"{str(path)!r} is not a calibration: it must be an object with {sorted(needed)}"
+                f"{str(path)!r} is not a calibration file: it must be a JSON object with "
+                f"{sorted(needed)}"
             )
         lists = ("full_layers", "delta_layers", "recall", "error")
         for name in lists:
@@ -121,8 +122,8 @@ class Calibration:
         """ConfigError unless the file was made for a model with this many layers."""
         if self.num_layers != num_layers:
             raise ConfigError(
-                f"calibration of {self.model!r} is for {self.num_layers} layers, "
-                f"this model has {num_layers}"
+                f"the calibration of {self.model!r} is for {self.num_layers} layers, but this "
+                f"model has {num_layers}"
             )
 
 

@@ -139,8 +139,8 @@ class ShadowKV(Policy):
         """
         if self.rank != 0:
             raise ConfigError(
-                "policy 'shadowkv' with offload= needs rank=0: rebuilt keys are not loaded "
-                "from offloaded layers"
+                "policy 'shadowkv' with offload= needs rank=0, because low-rank keys cannot be "
+                "loaded from offloaded layers"
             )
         base.require_in_budget(self, "keep_generated=False and always_beside=False")
         return self._sparse(geometry)

@@ -191,7 +191,7 @@ def choice_lists(geometry: Geometry) -> int:
     }
     if len(heads) > 1:
         raise ConfigError(
-            f"spe_context makes one choice for all layers, and this model's layers have {heads} "
+            f"spe_context makes one selection for all layers, but this model's layers have {heads} "
             "KV heads; use delta or quest"
         )
     return heads.pop() if heads else 1

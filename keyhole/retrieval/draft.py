@@ -1,4 +1,4 @@
-"""The layer of an EAGLE-3 draft around a retrieval head: what makes its attention propose tokens.
+"""The layer of an EAGLE-3 draft around a retrieval head, which proposes tokens.
 
 Li et al., EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
 Test (2025, arXiv 2503.01840), section 3.1. A draft is one Transformer layer over pairs of a
@@ -104,7 +104,7 @@ class DraftModel(DraftLayer):
 
     @property
     def proposing_layers(self) -> list[nn.Linear]:
-        """The linear layers that only proposals depend on, not the queries and keys."""
+        """The linear layers that affect only proposals, not queries and keys."""
         return [self.v, self.o, self.gate, self.up, self.down, self.lm_head]
 
     @classmethod

@@ -38,7 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What a draft has besides its head.
+    """The shape of the parts of a draft that its head does not have.
 
     mlp_size: width of its MLP. vocab_size: tokens that it can propose. output_bias: of the output
     projection of attention. norm_before_residual: the layer adds to the normed features, not to
@@ -64,7 +64,7 @@ def draft_shape(draft: HeadCheckpoint, config: HeadConfig) -> DraftShape:
     layers = fields.get("num_hidden_layers", 1)
     if layers != 1:
         raise ModelError(
-            f"draft {draft.name!r} has num_hidden_layers {layers!r}; only drafts of one layer "
+            f"draft {draft.name!r} has num_hidden_layers {layers!r}; only drafts of one layer can "
             "propose tokens"
         )
     gate = layer + "mlp.gate_proj.weight"
@@ -84,8 +84,8 @@ def _rows(draft: HeadCheckpoint, key: str) -> int:
     shape = draft.shapes[key]
     if len(shape) != 2:
         raise ModelError(
-            f"checkpoint {draft.name!r} has a tensor {key} of shape {list(shape)}, it must be a "
-            "matrix"
+            f"checkpoint {draft.name!r} has a tensor {key} of shape {list(shape)}, but it must be "
+            "a matrix"
         )
     return shape[0]
 
@@ -93,7 +93,7 @@ def _rows(draft: HeadCheckpoint, key: str) -> int:
 def draft_weights(
     draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape, output: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a draft besides its head's, under its own parameter names.
+    """The tensors of a draft without those of its head, under its own parameter names.
 
     output: the target's output embedding, for a draft without its own. ModelError names a missing
     tensor.
@@ -119,7 +119,8 @@ def draft_weights(
         kept["lm_head.weight"] = output[: shape.vocab_size]
     else:
         raise ModelError(
-            f"checkpoint {draft.name!r} has no tensor lm_head.weight, and the target's does not fit"
+            f"checkpoint {draft.name!r} has no tensor lm_head.weight, and the target's cannot be "
+            "used, because its shape differs"
         )
     return kept
 
@@ -134,13 +135,13 @@ def target_ids(draft: HeadCheckpoint, config: HeadConfig, shape: DraftShape) -> 
         own = own + draft.integers("d2t", shape.vocab_size)
     elif shape.vocab_size > config.vocab_size:
         raise ModelError(
-            f"draft {draft.name!r} has {shape.vocab_size} tokens and no d2t, the target has "
-            f"{config.vocab_size}"
+            f"draft {draft.name!r} has a vocabulary of {shape.vocab_size} tokens and no d2t, but "
+            f"the target has {config.vocab_size}"
         )
     if not (own.min() >= 0 and own.max() < config.vocab_size):
         raise ModelError(
             f"d2t of draft {draft.name!r} names tokens from {int(own.min())} to {int(own.max())}, "
-            f"the target has {config.vocab_size}"
+            f"but the target has {config.vocab_size}"
         )
     return own
 

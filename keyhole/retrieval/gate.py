@@ -2,7 +2,7 @@
 
 In every layer, the queries of a KV head's group become one gate query, and the pooled keys of a
 block (their largest, smallest and mean numbers) become one gate key; a block's score is their
-product. A gate is trained by `keyhole train-head --objective gate` and lies in a folder beside the
+product. A gate is trained by `keyhole train-head --objective gate`, and its folder is next to the
 weights:
 
     config.json           block_size, and model_type "keyhole_seer_gate"
@@ -58,8 +58,8 @@ class GateLayer(nn.Module):
 class SeerGate(nn.Module):
     """The gates of a model's layers, by their number in the model.
 
-    block_size: tokens of the blocks that it was trained on; None: of no size in particular.
-    in_model: the number of each layer with attention, as in `Geometry`; None: its place.
+    block_size: tokens per block in training; None: it works with any size. in_model: the number in
+    the model of each layer with attention, as in `Geometry`; None: all layers have attention.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SeerGate(nn.Module):
             )
         if size not in (None, geometry.page_size):
             raise ConfigError(
-                f"gate {stored.name!r} was trained on blocks of {size} tokens, and page_size is "
+                f"gate {stored.name!r} was trained on blocks of {size} tokens, but page_size is "
                 f"{geometry.page_size}; set page_size={size}, or train a gate with `keyhole "
                 f"train-head --objective gate --block-size {geometry.page_size}`"
             )
@@ -146,7 +146,7 @@ def _open(path: str | Path) -> HeadCheckpoint:
     kind = stored.config.get("model_type")
     if kind != KIND:
         raise ModelError(
-            f"{stored.name!r} holds no gate: the model_type of its config.json is "
+            f"{stored.name!r} is not a gate: the model_type of its config.json is "
             f"{json.dumps(kind)}, not {KIND!r}; {_REMEDY}"
         )
     return stored
@@ -160,7 +160,7 @@ def _layer(stored: HeadCheckpoint, number: int, shape: tuple[int, int, int]) -> 
         has = "none" if found is None else str(list(found))
         raise ModelError(
             f"gate {stored.name!r} was made for another model: layer {number} needs a tensor "
-            f"{name} of shape [{heads}, {group}, {dim}, n], and it has "
+            f"{name} of shape [{heads}, {group}, {dim}, n], but it has "
             f"{has}; {_REMEDY} for this model"
         )
     query = stored.tensor(name, *found)

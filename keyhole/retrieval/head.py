@@ -252,7 +252,7 @@ class RetrievalHead(nn.Module):
         return rotate(x, positions, self._frequencies)
 
     def check_length(self, length: int) -> None:
-        """Warns (RuntimeWarning) of a sequence longer than the head was trained at."""
+        """Warns (RuntimeWarning) if a sequence is longer than the head's trained length."""
         trained, factor = self.config.trained_length, self.config.rope_factor
         if length > trained:
             stretched = (
@@ -261,8 +261,8 @@ class RetrievalHead(nn.Module):
                 else ("not stretched; give from_eagle3 a max_length")
             )
             warnings.warn(
-                f"the retrieval head was trained at {trained} tokens and has to select among "
-                f"{length}: heads select worse beyond their trained length (RoPE {stretched})",
+                f"the retrieval head was trained on up to {trained} tokens, but the context may "
+                f"have {length}: it selects worse beyond its trained length (RoPE {stretched})",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -79,8 +79,8 @@ def read_config(stored: HeadCheckpoint) -> tuple[HeadConfig, float | None]:
     names = _BESIDE | {field.name for field in fields(HeadConfig)}
     if stored.config.get("model_type") != KIND:
         raise ModelError(
-            f"{stored.name!r} holds no retrieval head: the model_type of its config.json is not "
-            f"{KIND!r}; a draft model is read by RetrievalHead.from_eagle3"
+            f"{stored.name!r} is not a retrieval head: the model_type of its config.json is not "
+            f"{KIND!r}; load a draft model with RetrievalHead.from_eagle3"
         )
     for kind, wrong in (("lacks", names - set(stored.config)), ("has", set(stored.config) - names)):
         if wrong:
@@ -146,8 +146,8 @@ class HeadCheckpoint:
         found = self._found(key, shape)
         if found.is_floating_point() or found.dtype == torch.bool:
             raise ModelError(
-                f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}, it must have "
-                "integers"
+                f"checkpoint {self.name!r} has a tensor {key} of type {found.dtype}, but it must "
+                "have integers"
             )
         return found.long()
 
@@ -158,7 +158,7 @@ class HeadCheckpoint:
         if self.shapes[key] != shape:
             raise ModelError(
                 f"checkpoint {self.name!r} has a tensor {key} of shape {list(self.shapes[key])}, "
-                f"it must be {right}"
+                f"but it must be {right}"
             )
         try:
             return self._read[key]()
@@ -184,7 +184,7 @@ def _folder(name: str) -> Path:
 def _config(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"folder {name!r} holds no head and no draft: it has no config.json")
+        raise ModelError(f"folder {name!r} has neither a head nor a draft: it has no config.json")
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -208,7 +208,7 @@ def _safetensors(file: Path) -> _Parts:
 def _pickled(folder: Path, name: str) -> _Parts:
     file = folder / "pytorch_model.bin"
     if not file.is_file():
-        raise ModelError(f"folder {name!r} holds neither *.safetensors nor pytorch_model.bin")
+        raise ModelError(f"folder {name!r} has neither *.safetensors nor pytorch_model.bin")
     tensors = torch.load(file, map_location="cpu", weights_only=True)
     return {key: (tuple(x.shape), partial(_same, x)) for key, x in tensors.items()}
 
@@ -243,8 +243,8 @@ def head_config(
     features = _count(draft, fields, "target_hidden_size", hidden)
     if features != target.hidden_size:
         raise ModelError(
-            f"draft {draft.name!r} was made for a target of hidden size {features}, this target "
-            f"has {target.hidden_size}"
+            f"draft {draft.name!r} was made for a target of hidden size {features}, but this "
+            f"target has {target.hidden_size}"
         )
     trained = _trained_length(draft, fields)
     layers = _feature_layers(draft, fields, target) if inputs == "tokens+features" else ()
@@ -273,8 +273,8 @@ def head_config(
     except ConfigError as error:
         if max_length is not None and str(error).startswith("rope_factor"):
             raise ConfigError(
-                f"max_length {max_length} is beyond the {trained} tokens that draft {draft.name!r} "
-                f"was trained at, and must be at most that: {error}"
+                f"max_length {max_length} must be at most {trained}, the length at which draft "
+                f"{draft.name!r} was trained: {error}"
             ) from error
         raise ModelError(f"the config of draft {draft.name!r} is invalid: {error}") from error
 
@@ -339,7 +339,7 @@ def _count(
     value = default if value is None else value
     if value is None or not is_count(value):
         raise ModelError(
-            f"the config of draft {draft.name!r} must have a {name} of at least 1, it has {value!r}"
+            f"the config of draft {draft.name!r} must have a {name} of at least 1, not {value!r}"
         )
     return int(value)
 
@@ -372,15 +372,15 @@ def _feature_layers(
         if not isinstance(named, list) or not all(is_count(layer, 0) for layer in named):
             raise ModelError(
                 f"the config of draft {draft.name!r} must have layer numbers as "
-                f"eagle_aux_hidden_state_layer_ids, it has {named!r}"
+                f"eagle_aux_hidden_state_layer_ids, not {named!r}"
             )
         return tuple(named)
     layers = feature_layers(target.num_layers)
     if len(set(layers)) < len(layers) or min(layers) < 0:
         raise ModelError(
-            f"the target has {target.num_layers} layers, in which EAGLE-3's feature layers "
-            f"{layers} coincide; the config of draft {draft.name!r} must name its own as "
-            "eagle_aux_hidden_state_layer_ids"
+            f"the target has only {target.num_layers} layers, so that EAGLE-3's feature layers "
+            f"{layers} are not distinct; the config of draft {draft.name!r} must name other ones "
+            "as eagle_aux_hidden_state_layer_ids"
         )
     return layers
 

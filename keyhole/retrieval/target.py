@@ -61,30 +61,30 @@ class Target:
         """ModelError, with both values, unless the head `name` was made for such a target."""
         if head.uses_features and head.feature_size != self.hidden_size:
             raise ModelError(
-                f"head {name!r} reads features of hidden size {head.feature_size}, the target has "
-                f"hidden size {self.hidden_size}"
+                f"head {name!r} reads features of hidden size {head.feature_size}, but the target "
+                f"has hidden size {self.hidden_size}"
             )
         width = int(self.embedding.shape[-1])
         if not head.own_embedding and head.hidden_size != width:
             raise ModelError(
                 f"head {name!r} has hidden size {head.hidden_size} and no embed_tokens of its own, "
-                f"the target's embedding is {width} wide"
+                f"but the target's embedding has size {width}"
             )
         if head.vocab_size != self.vocab_size:
             raise ModelError(
-                f"head {name!r} was made for a vocabulary of {head.vocab_size} tokens, the target "
-                f"has {self.vocab_size}"
+                f"head {name!r} was made for a vocabulary of {head.vocab_size} tokens, but the "
+                f"target has {self.vocab_size}"
             )
         for kind, count in (("query", self.num_heads), ("KV", self.num_kv_heads)):
             if head.num_heads % count and count % head.num_heads:
                 raise ModelError(
-                    f"head {name!r} has {head.num_heads} query heads, the target has {count} "
-                    f"{kind} heads: one must be a multiple of the other"
+                    f"head {name!r} has {head.num_heads} query heads and the target {count} "
+                    f"{kind} heads; one number must be a multiple of the other"
                 )
         if any(layer >= self.num_layers for layer in head.feature_layers):
             raise ModelError(
-                f"head {name!r} reads the inputs of layers {head.feature_layers}, the target has "
-                f"{self.num_layers} layers"
+                f"head {name!r} reads the inputs of layers {head.feature_layers}, but the target "
+                f"has {self.num_layers} layers"
             )
 
 

@@ -52,8 +52,8 @@ class FullReuse(Reuse):
 
     Cost per prompt: reading the stored keys and values.
 
-    When to use it: where documents do not depend on each other, and to measure what answers lose by
-    it.
+    When to use it: where documents do not depend on each other, and to measure what is lost without
+    recomputation.
     """
 
     name: ClassVar[str] = "reuse"

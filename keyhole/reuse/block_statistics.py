@@ -6,10 +6,10 @@ represented by the token that receives most.
 
 Blocks are compared with each other, so all must be measured alike. What a token receives depends on
 where it is: late tokens are seen from few distances, and early ones by queries that share their
-attention among few tokens. Over whatever distances there are, alpha falls along any document.
-Therefore everything is measured over distances 1 to R, the tokens of a block, and in each head a
-query's attention to the R tokens before it is divided by its sum. Where the blocks of a text are
-exchangeable, the statistics have the same distribution in every block.
+attention among few tokens. Measured over all available distances, alpha would fall along any
+document. Therefore everything is measured over distances 1 to R, the tokens of a block, and in each
+head a query's attention to the R tokens before it is divided by its sum. Where the blocks of a text
+are exchangeable, the statistics have the same distribution in every block.
 
 Queries arrive in chunks, in order; weights exist for a few rows at a time and are summed
 immediately. Cost per layer: queries times the keys of two blocks, and their softmax; memory: about
@@ -25,8 +25,8 @@ What the paper leaves open:
 - Distance 0, a token's attention to itself, does not count: attention "from subsequent tokens".
 - Only pairs that the layer lets see each other count: with a sliding window of W, R is at most
   W - 1. A sink takes the same part of all weights of a query, and drops out of its shares.
-- A bin stands at the mean of its distances with the mean of its attention. Attention too small for
-  a float32 counts as the smallest normal one: the least importance.
+- A bin is represented by the mean of its distances and the mean of its attention. Attention too
+  small for a float32 counts as the smallest normal one: the least importance.
 - Where R is below two bins there is no slope: alpha is +inf.
 - Ties go to the earlier token.
 """

@@ -62,11 +62,11 @@ class CacheBlend(Reuse):
     keeps_all: ClassVar[bool] = True
     check_layer: int | None = setting(
         None,
-        "layer up to which all is computed, and where deviations count; None: the one behind the "
-        "first that sees everything",
+        "layer up to which all tokens are computed, and whose deviations decide; None: the one "
+        "after the first with full attention",
     )
-    recompute_ratio: float = setting(0.15, "share of the tokens that is computed in all layers")
-    deviation: str = setting("value", "what must differ from the stored: value, key or both")
+    recompute_ratio: float = setting(0.15, "share of the tokens that is recomputed in all layers")
+    deviation: str = setting("value", "what is compared with what is stored: value, key or both")
 
     @property
     def probe_layer(self) -> int | None:

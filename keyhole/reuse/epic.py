@@ -43,8 +43,8 @@ class Epic(Reuse):
 
     name: ClassVar[str] = "epic"
     keeps_all: ClassVar[bool] = True
-    num_initial: int = setting(32, "first tokens of each document that are computed again")
-    num_local: int = setting(0, "last tokens of each document that are computed again")
+    num_initial: int = setting(32, "first tokens of each document that are recomputed")
+    num_local: int = setting(0, "last tokens of each document that are recomputed")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the counts."""

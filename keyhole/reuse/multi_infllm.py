@@ -51,7 +51,9 @@ class MultiInfLLM(Reuse):
     num_local_blocks: int = setting(2, "last blocks of the whole context, always kept")
     num_blocks: int = setting(8, "blocks between them that each layer keeps")
     sequence_ratio: float | None = setting(
-        None, "keep this share of all tokens instead, first and last blocks included; None: not"
+        None,
+        "share of all tokens to keep, first and last blocks included, instead of num_blocks; "
+        "None: num_blocks",
     )
 
     def resolve(self, geometry: Geometry) -> Self:

@@ -117,23 +117,33 @@ class SamKV(Reuse):
     score: str = setting(
         "mean",
         "how middle blocks are scored: mean: by their mean key; extremes: by single keys; random: "
-        "as many blocks at random, the same in all layers, as a control",
+        "the same number of blocks at random, the same in all layers, as a control",
     )
-    draw: int = setting(0, "seed of score random; prompts of the same shape keep the same blocks")
-    share: float | None = setting(None, "share of its middle a document offers; None: P (eq. 2)")
-    bias: bool = setting(True, "let the other documents add to a document's query")
-    recompute: bool = setting(True, "compute tokens again that missed the other documents")
+    draw: int = setting(0, "seed of score=random; prompts of the same shape keep the same blocks")
+    share: float | None = setting(
+        None, "share of its middle blocks that a document offers; None: P (eq. 2)"
+    )
+    bias: bool = setting(True, "bias a document's query by the other documents")
+    recompute: bool = setting(True, "recompute some of the kept tokens, over all documents")
     block_size: int = setting(64, "tokens in a block")
     num_initial_blocks: int = setting(_NUM_INITIAL, "first blocks of a document, always kept")
     num_local_blocks: int = setting(_NUM_LOCAL, "last blocks of a document, always kept")
     stable_layers: tuple[int, ...] | None = setting(
-        None, "layers that say how many; None: as measured, else the last 4"
+        None,
+        "layers whose scores decide how many blocks a document offers; None: those calibrated for "
+        "the model, else the last 4",
     )
-    layers: str | None = setting(None, "file of `keyhole calibrate --stable-layers` with them")
-    outlier_sigmas: float = setting(3.0, "deviations of alpha from which a block is an outlier")
-    pooled: bool = setting(True, "keep offered blocks / documents; False: all blocks / documents")
+    layers: str | None = setting(
+        None, "file of `keyhole calibrate --stable-layers`, instead of stable_layers"
+    )
+    outlier_sigmas: float = setting(
+        3.0, "standard deviations of alpha beyond which a block is an outlier"
+    )
+    pooled: bool = setting(
+        True, "keep the number of offered blocks / documents; False: of all blocks / documents"
+    )
     max_documents: int | None = setting(
-        None, "open only so many documents, found by the question in an index; None: all"
+        None, "open only this many documents, those that match the question best; None: all"
     )
 
     @property
@@ -172,7 +182,7 @@ class SamKV(Reuse):
 
     def _stable(self, geometry: Geometry) -> tuple[int, ...]:
         if self.layers is not None and self.stable_layers is not None:
-            raise ConfigError("give either layers (a file) or stable_layers")
+            raise ConfigError("give either layers (a file) or stable_layers, not both")
         stable: tuple[int, ...] | None = self.stable_layers
         if stable is None:
             source = geometry.stability if self.layers is None else Path(self.layers)
@@ -241,7 +251,8 @@ class SamKV(Reuse):
             if document.block_size != self.block_size:
                 raise ConfigError(
                     f"document {document.name!r} is stored in blocks of {document.block_size} "
-                    f"tokens, block_size is {self.block_size}; make them equal, or store it again"
+                    f"tokens, but block_size is {self.block_size}; set block_size="
+                    f"{document.block_size}, or store the document again"
                 )
         return Blocks.of(documents)
 
@@ -375,7 +386,7 @@ class Stability:
         names = set(cls.__dataclass_fields__)
         if not isinstance(stored, dict) or set(stored) != names:
             raise ConfigError(
-                f"{str(path)!r} holds no stable layers: it must be an object with {sorted(names)}"
+                f"{str(path)!r} has no stable layers: it must be a JSON object with {sorted(names)}"
             )
         for name in ("num_layers", "num_documents", "block_size"):
             _check(path, name, stored[name], is_count(stored[name]), "a whole number >= 1")
@@ -394,8 +405,8 @@ class Stability:
         """ConfigError unless the file was made for a model with this many layers."""
         if self.num_layers != num_layers:
             raise ConfigError(
-                f"stable layers of {self.model!r} are for {self.num_layers} layers, "
-                f"this model has {num_layers}"
+                f"the stable layers of {self.model!r} are for {self.num_layers} layers, but this "
+                f"model has {num_layers}"
             )
 
 

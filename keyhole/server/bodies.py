@@ -97,7 +97,7 @@ class Body(BaseModel):
                     raise ApiError(400, f"{name} is not supported here{other}", param=name)
             elif name not in _SILENT | _seen and len(_seen) < _MOST_SEEN:
                 _seen.add(name)
-                logger.warning("request field %.80r is unknown and ignored", name)
+                logger.warning("unknown request field %.80r is ignored", name)
 
 
 class StreamOptions(Body):
@@ -201,7 +201,7 @@ class SamplingBody(Body):
         if budget is not None and most is not None and budget > most:
             raise ApiError(
                 400,
-                f"token_budget {budget} must be at most {most}, that of this server",
+                f"token_budget {budget} must be at most {most}, the server's own",
                 param="keyhole",
             )
         settings = {} if budget is None else {"token_budget": budget}
@@ -287,7 +287,7 @@ class ChatBody(SamplingBody):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling(logprobs, grammar, adapter)
 

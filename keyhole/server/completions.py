@@ -64,7 +64,7 @@ async def _chat_over_documents(
 ) -> Response:
     state = state_of(request)
     if body.tools:
-        raise ApiError(400, "documents take no tools; leave one out", param="tools")
+        raise ApiError(400, "documents and tools cannot be combined; leave one out", param="tools")
     question, reuse = _question(body.messages), _reuse(body.reuse)
     names = await _names(state, documents, question)
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
@@ -133,7 +133,7 @@ def _question(messages: Sequence[dict[str, Any]]) -> str:
     if roles != ["user"] or not isinstance(content, str):
         raise ApiError(
             400,
-            f"documents take one message of text from the user, not messages of {roles}",
+            f"documents need a single text message from the user, not messages of {roles}",
             param="messages",
         )
     return content
@@ -148,7 +148,7 @@ async def _names(state: State, given: list[str] | SearchedDocuments, question: s
     if not found:
         raise ApiError(
             400,
-            f"no stored document matches {query[:80]!r}; use other words, or names",
+            f"no stored document matches {query[:80]!r}; use other words, or name documents",
             param="documents",
         )
     return [one.name for one in found]

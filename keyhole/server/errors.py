@@ -81,12 +81,12 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
-        message = "the request took longer than its timeout, or the server's"
+        message = "the request took longer than its own timeout or the server's"
         return ApiError(504, message, kind="timeout")
     for cls, status, kind, code in _KINDS:
         if isinstance(error, cls):
             return ApiError(status, str(error), kind=kind, param=error.field, code=code)
-    return ApiError(500, "the server failed; its log says why", kind="server_error")
+    return ApiError(500, "internal error; the server's log has details", kind="server_error")
 
 
 def is_failure(error: Exception, answer: ApiError) -> bool:
@@ -112,7 +112,7 @@ def draining() -> ApiError:
 
 def cut_off() -> ApiError:
     """The error for an answer that is not complete after the drain timeout."""
-    message = "the server is shutting down, and this answer was not complete in time; try again"
+    message = "the server shut down before this answer was complete; try again"
     return ApiError(503, message, kind="server_error", code="draining")
 
 
@@ -133,8 +133,8 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
             return ApiError(400, "the body must be JSON, with Content-Type: application/json")
         return ApiError(400, "the body must be a JSON object")
     if first["type"] == "value_error":  # FastAPI's of an upload: a part without a name is a text
-        right = "must be a file with a name, such as notes.txt, which tells its format"
-        return ApiError(400, f"{place} {right}; it has no filename", param=place)
+        right = "must be a file with a filename, such as notes.txt, which tells its format"
+        return ApiError(400, f"{place} {right}", param=place)
     shown = f", not {given!r:.80}" if isinstance(given, str | int | float) else ""
     return ApiError(400, f"{place}: {first['msg']}{shown}", param=place)
 
@@ -146,5 +146,5 @@ def plain(error: HTTPException) -> ApiError:
 
 def no_such_path(method: str, path: str) -> ApiError:
     """The error for a path that is not served, such as embeddings."""
-    message = f"there is no '{method} {path}' here; /docs lists all paths"
+    message = f"unknown path '{method} {path}'; /docs lists all paths"
     return ApiError(404, message, kind="not_found_error")

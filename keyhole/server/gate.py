@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keyhole.config import bytes_text
 from keyhole.server.errors import GONE, ApiError, api_error
 from keyhole.server.monitoring import logs
 from keyhole.server.settings import is_local
@@ -80,8 +81,8 @@ class Gate:
         if self._only_local and not _is_from_here(headers):
             return ApiError(
                 403,
-                "a server without a key answers only to localhost, not to pages of other sites; "
-                "start it with --api-key, or with --insecure",
+                "a server without an API key answers requests from localhost only, not from other "
+                "hosts or web pages; start it with --api-key or --insecure",
                 kind="permission_error",
             )
         path = scope["path"]
@@ -132,7 +133,7 @@ class _Exchange:
 
 
 def _too_large(most: int) -> str:
-    return f"the body is larger than {most} bytes"
+    return f"the body must be at most {bytes_text(most)}"
 
 
 def bearer(headers: Headers) -> bytes:

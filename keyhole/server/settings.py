@@ -20,21 +20,23 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: any that is free")
     api_key: tuple[str, ...] = setting((), "key that callers must send as a bearer token")
     insecure: bool = setting(False, "listen beyond this machine without a key")
-    max_queue: int = setting(256, "requests that may wait; more get status 429")
-    max_body: int = setting(10 * 2**20, "bytes of a request's body")
-    max_completions: int = setting(64, "prompts times n of one request")
-    max_documents: int = setting(1000, "documents that each caller, known by its key, may store")
+    max_queue: int = setting(256, "requests that may wait; further ones get status 429")
+    max_body: int = setting(10 * 2**20, "largest body of a request, in bytes")
+    max_completions: int = setting(64, "largest number of prompts times n in one request")
+    max_documents: int = setting(1000, "documents that each API key may store")
     embeddings: str | None = setting(
         None,
-        "folder of a sentence encoder, to find documents by their meaning; None: by their words",
+        "folder of a sentence encoder, to search documents by meaning; None: by words",
     )
     stream_interval: float = setting(
         0.05,
-        "seconds that a stream's tokens may wait to be sent together when many streams run; "
-        "0: none waits",
+        "longest time in seconds that tokens are held back, to be sent together when many streams "
+        "run; 0: never",
     )
     timeout: float | None = setting(None, "seconds that a request may take; None: no limit")
-    drain_timeout: float = setting(30.0, "seconds that running requests get when the server stops")
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests have to finish when the server stops"
+    )
     tool_parser: str = setting(
         "auto", f"format of the model's tool calls: auto (from its template), {', '.join(FORMATS)}"
     )
@@ -63,8 +65,8 @@ class ServerConfig:
         require(all(self.api_key), "api_key", "", "at least one character")
         if not (self.api_key or self.insecure or is_local(self.host)):
             raise ConfigError(
-                f"host {self.host!r} can be reached from other machines; give an api_key, or "
-                "insecure for no access control"
+                f"host {self.host!r} can be reached from other machines; give an api_key, or set "
+                "insecure to run without access control"
             )
 
 

@@ -49,8 +49,8 @@ class Admission:
         if self.running + count > self._limit:
             raise ApiError(
                 429,
-                f"{self.running} completions are under way and at most {self._limit} may be; "
-                "try again later",
+                f"{self.running} completions are running or waiting, and at most {self._limit} "
+                "may be; try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": "1"},
@@ -97,8 +97,8 @@ class State:
         engine = self.llm.llm.engine
         if self.name in engine.model.adapters.digests:
             raise ConfigError(
-                f"adapter {self.name!r} has the name of the served model, so no request could "
-                "choose it; load it by another name, or set served_model_name"
+                f"adapter {self.name!r} has the same name as the served model, so no request could "
+                "choose it; give it another name, or set served_model_name"
             )
         self.admission = Admission(self.config.max_queue + engine.config.max_batch)
         self.metrics = Metrics(engine.max_pages, self.llm.load, lambda: self.admission.running)
@@ -186,8 +186,7 @@ class State:
         if name not in self.names:
             raise ApiError(
                 404,
-                f"model {name!r} is not served here; {', '.join(map(repr, self.names))} "
-                f"{'is' if len(self.names) == 1 else 'are'}",
+                f"model {name!r} is not served here; use {' or '.join(map(repr, self.names))}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
@@ -200,7 +199,7 @@ class State:
         if count > most:
             raise ApiError(
                 400,
-                f"{count} completions were asked for at once and at most {most} are allowed",
+                f"the request asks for {count} completions, but at most {most} are allowed",
                 param="n",
             )
 

@@ -187,7 +187,7 @@ class _RemoteDocuments(Documents):
 
 logger = logging.getLogger("keyhole.server")
 
-_FAILED = "the server failed; its log says why"
+_FAILED = "internal error; the server's log has details"
 #: Before each message: its length in bytes.
 _LENGTH = struct.Struct(">Q")
 

@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_reported(
 
     with BatchOutput(path) as file:
         monkeypatch.setattr(os, "pwrite", full)
-        with pytest.raises(StorageFullError, match="No space left on device; 2 answers are kept"):
+        with pytest.raises(StorageFullError, match="No space left on device; 2 answers were kept"):
             file.add(entry(2))
         monkeypatch.undo()
         assert path.read_bytes() == before
@@ -124,5 +124,5 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_device_is_refused() -> None:
     """/dev/full was read, and is zeros without an end: memory ran out. /dev/null has no length."""
-    with pytest.raises(ConfigError, match="'/dev/null' must be a file"):
+    with pytest.raises(ConfigError, match="'/dev/null' must be a regular file"):
         BatchOutput("/dev/null")

@@ -148,17 +148,17 @@ def test_an_output_with_answers_to_another_input_is_refused(llm: LLM, tmp_path: 
     output = tmp_path / "out.jsonl"
     run_batch(write(tmp_path / "one.jsonl", request("a")), output, lambda: llm)
     other = write(tmp_path / "other.jsonl", request("a", "another text"))
-    with pytest.raises(ConfigError, match=r"has 1 answers to lines that .*other\.jsonl' does"):
+    with pytest.raises(ConfigError, match=r"has 1 answers to requests .* not in .*other\.jsonl'"):
         run_batch(other, output, never)
 
 
 def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", request("a"))
-    with pytest.raises(ConfigError, match="input and output are one file"):
+    with pytest.raises(ConfigError, match="input and output are the same file"):
         run_batch(source, source, never)
     with pytest.raises(ConfigError, match=r"none\.jsonl' cannot be read: No such file"):
         run_batch(tmp_path / "none.jsonl", tmp_path / "out.jsonl", never)
-    with pytest.raises(ConfigError, match="must be a file, which is read twice"):
+    with pytest.raises(ConfigError, match="must be a regular file, because it is read twice"):
         run_batch(tmp_path, tmp_path / "out.jsonl", never)
     assert not (tmp_path / "out.jsonl").exists()
 

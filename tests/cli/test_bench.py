@@ -68,9 +68,9 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     [
         (("decod",), "unknown benchmark 'decod'; did you mean 'decode'?"),
         (("offload",), "unknown benchmark 'offload'"),
-        (("admission", "--systems", "full"), "--systems is for `keyhole bench decode`"),
-        (("admission", "--dtype", "float32"), "--dtype is for `keyhole bench decode`"),
-        (("decode", "--documents", "2"), "--documents is for `keyhole bench admission`"),
+        (("admission", "--systems", "full"), "--systems can be used with `keyhole bench decode`"),
+        (("admission", "--dtype", "float32"), "--dtype can be used with `keyhole bench decode`"),
+        (("decode", "--documents", "2"), "--documents can be used with `keyhole bench admission`"),
         (("admission", "--documents", "0"), "documents 0 must be at least 1"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

@@ -150,7 +150,7 @@ def test_a_document_that_is_too_long_does_not_take_others_with_it(
         (tmp_path / name).write_text(text)
     ran = documents("add", "all", *(str(tmp_path / name) for name in "abc"))
     assert ran.status == 2
-    assert "document 'all/b' has 600 tokens, this model takes at most 511" in ran.err
+    assert "document 'all/b' has 600 tokens, but this model takes at most 511" in ran.err
     assert names(documents) == ["all/a"]
 
 

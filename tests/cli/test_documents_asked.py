@@ -115,7 +115,7 @@ def test_a_question_comes_from_a_pipe_and_in_a_chat(stored: Documented, llm: LLM
     ("line", "message"),
     [
         (" --documents faq", "the question is empty"),
-        ("Which?", "no documents; name stored ones: --documents NAME NAME"),
+        ("Which?", "no documents; give names from `keyhole documents list`"),
         ("Which? --documents", "argument --documents: expected at least one argument"),
         ("Which? --documents faq handbok", "'handbok'; did you mean 'handbook'?"),
         ("Which? --documents faq --reuse samvk", "reuse method 'samvk'; did you mean 'sam_kv'?"),

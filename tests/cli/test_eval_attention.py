@@ -68,7 +68,7 @@ def test_files_are_read_and_every_policy_is_measured(path: str, run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (("--tasks", "passkey"), "--tasks is not for --suite attention"),
+        (("--tasks", "passkey"), "--tasks cannot be used with --suite attention"),
         (("--policies", "qest"), "quest"),
         (("--terms", "tuned"), "'tuned' must be given, equal or published"),
         (("--text", "nowhere.txt"), "cannot be read"),

@@ -48,9 +48,9 @@ def test_a_help_text_names_one_default() -> None:
 
 def test_the_bundled_model_is_known_by_its_name_and_no_other_way(run: Run) -> None:
     """`--model ""`, from an unset variable, ran it; `calibrate tiny` asked for texts of ours."""
-    assert "names no model" in run("generate", "x", "--model", "").err
-    assert "names no model" in run("calibrate", "--model", "").err
-    assert "names no model" in run("eval", "--model", "").err
+    assert "must be a folder, a hub id" in run("generate", "x", "--model", "").err
+    assert "must be a folder, a hub id" in run("calibrate", "--model", "").err
+    assert "must be a folder, a hub id" in run("eval", "--model", "").err
     assert flags.has_bundled_vocabulary("tiny")
     assert flags.has_bundled_vocabulary(None)
     assert not flags.has_bundled_vocabulary("nowhere")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import keyhole
+from keyhole.cli import about
 from keyhole.policies import available_policies
 from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods
 from tests.cli.conftest import Run
 
+ROOT = Path(__file__).parents[2]
 METHODS = {
     **available_policies(),
     **available_prefill_policies(),
@@ -59,3 +63,18 @@ def test_info_says_versions_devices_and_folders(run: Run, monkeypatch: pytest.Mo
     assert found["folders"]["documents"] == "/nowhere/keyhole/documents"
     ran = run("info")
     assert f"keyhole          {keyhole.__version__}" in ran.out
+
+
+def test_info_lists_every_extra(run: Run) -> None:
+    """It left out `bench`, `otel`, `lora`, `quantized`, `gguf`, `vllm` and `ray`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = json.loads(run("info", "--json").out)["extras"]
+    assert [*extras] == [name for name in project["optional-dependencies"] if name != "dev"]
+    assert extras["plot"] == extras["serve"] == "installed"
+
+
+def test_info_says_how_to_install_a_missing_extra(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(about._EXTRAS, "otel", "no_such_package.of_some.exporter")
+    assert 'otel        pip install "keyhole[otel]"' in run("info").out

@@ -113,7 +113,7 @@ def test_what_is_written_is_of_its_kind() -> None:
 
 
 def test_two_flags_do_not_name_one_file() -> None:
-    with pytest.raises(ConfigError, match="--output and --html name one file, 'a'"):
+    with pytest.raises(ConfigError, match="--output and --html name the same file, 'a'"):
         terminal.check_outputs(
             Output("--output", "a", terminal.LINES), Output("--html", "a", terminal.PAGE)
         )

@@ -165,7 +165,7 @@ def test_a_head_or_gate_that_the_policy_names_is_counted(
     assert planned(f",{kind}={tmp_path / 'elsewhere'}") == (right, "")
     without, said = planned()
     assert without != right
-    assert f"without the data of a {kind}" in said
+    assert f"the data of a {kind} is not counted" in said
     ran = run(*options, f"{policy}:{kind}={tmp_path / 'nothing'}")
     assert ran.status == 2
     assert "nothing" in ran.err
@@ -192,8 +192,8 @@ MISTAKES = [
         "--total-memory 8GiB --preset paper --dtype float32",
         "preset 'paper' counts 2 bytes per number",
     ),
-    ("--total-memory 8GiB", "the weights need 15316.5 MiB, with what a step needs"),
-    ("--total-memory 8GiB", "the limit is 8192.0 MiB: raise it, or use a smaller dtype or model"),
+    ("--total-memory 8GiB", "the weights need 15316.5 MiB, and with the memory of a step"),
+    ("--total-memory 8GiB", "the limit is 8192.0 MiB; raise it, or use a smaller dtype or model"),
     ("--total-memory 24GiB --plot nowhere/plan.png", "there is no folder 'nowhere'"),
 ]
 
@@ -215,7 +215,7 @@ def test_unknown_models_and_latents_are_refused(run: Run, tmp_path: Path) -> Non
     model = folder(tmp_path / "deepseek", fields)
     ran = run("plan", "--model", model, "--total-memory", "8GiB", "--preset", "paper")
     assert ran.status == 2
-    assert "'deepseek' keeps latents; use --preset measured" in ran.err
+    assert "'deepseek' caches latents; use --preset measured" in ran.err
 
 
 def test_neither_torch_nor_transformers_is_loaded(llama: str) -> None:

@@ -45,7 +45,7 @@ def test_every_setting_of_the_llm_and_of_the_server_is_a_flag() -> None:
 def test_a_device_map_without_gpus_is_refused(run: Run, path: str) -> None:
     ran = run("serve", path, "--device-map", "auto")
     assert ran.status == 2
-    assert "device_map='auto' spreads layers over GPUs, and there is none" in ran.err
+    assert "device_map='auto' spreads layers over GPUs, but there are none" in ran.err
 
 
 def test_it_says_where_it_listens_what_it_runs_and_what_fits(

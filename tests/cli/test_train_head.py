@@ -38,7 +38,7 @@ def test_a_head_is_trained_and_used(path: str, data: str, run: Run, tmp_path: Pa
     assert run("generate", "x" * 40, "--model", path, *policy, "--max-tokens", "2").status == 0
     again = run("train-head", "--model", path, "--data", data, "--output", folder, *OPTIONS)
     assert again.status == 2
-    assert "holds a finished head" in again.err
+    assert "has a finished head" in again.err
 
 
 def test_ctrl_c_leaves_a_run_that_goes_on(
@@ -58,7 +58,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     assert ran.status == 130
     assert "stopped after 400 of 600 tokens; the same command with --resume continues" in ran.err
     monkeypatch.setattr(Distiller, "train_step", step)
-    assert "holds an unfinished run" in run(*command, *OPTIONS).err
+    assert "has an unfinished run" in run(*command, *OPTIONS).err
     ran = run(*command, "--resume", "--device", "cpu", "--json")
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
@@ -109,7 +109,7 @@ def test_other_data_are_refused(
     ran = run(*command, "--data", str(other), "--resume")
     assert ran.status == 2
     assert f"was made with --data {data!r}" in ran.err
-    assert f"and --data {str(other)!r}" in ran.err
+    assert f"but --data {str(other)!r}" in ran.err
 
 
 def test_a_model_needs_data(path: str, run: Run) -> None:

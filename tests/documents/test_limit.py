@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from keyhole.config import bytes_text
 from keyhole.documents.store import DocumentStore, RecordError
 from keyhole.errors import CapacityError, ConfigError
 from tests.disks import files_at_most
@@ -131,7 +132,9 @@ def test_a_record_in_use_may_be_removed_and_leaves_later(place: str | Path, size
 def test_a_document_larger_than_the_limit_changes_nothing(place: str | Path, size: int) -> None:
     store = DocumentStore(place, MODEL, limit_bytes=2 * size + size // 2)
     fill(store, 0, 1)
-    with pytest.raises(CapacityError, match=f"limit of {2 * size + size // 2} bytes of the docum"):
+    with pytest.raises(
+        CapacityError, match=f"limit of {bytes_text(2 * size + size // 2)} for docum"
+    ):
         store.add("big", "text", make_record(9, n=1500))
     with pytest.raises(CapacityError):
         store.add("0", "text", make_record(9, n=1500), overwrite=True)
@@ -290,5 +293,5 @@ def test_a_store_beyond_its_limit_may_shrink(place: str | Path) -> None:
     info = small.add("0", "text 1", make_record(1), overwrite=True)
     assert info.encoded
     assert info.size_bytes < large
-    with pytest.raises(CapacityError, match=r"\d+ bytes more do not fit into the limit of 1000"):
+    with pytest.raises(CapacityError, match=r"KiB more do not fit into the limit of 1000 B"):
         small.add("0", "text 0", make_record(0, n=300), overwrite=True)

@@ -74,7 +74,7 @@ def test_an_unknown_name_is_refused_beside_a_damaged_document(place: str) -> Non
 def test_a_store_of_another_model_is_refused_with_the_difference(place: str) -> None:
     DocumentStore(place, MODEL).add("handbook", "its text", make_record())
     lookup = DocumentLookup(place, OTHER)
-    with pytest.raises(ConfigError, match="another model: theirs has dtype 'bfloat16', revision"):
+    with pytest.raises(ConfigError, match="another model: it has dtype 'bfloat16', revision"):
         lookup.check_model()
     with pytest.raises(
         RecordError, match="'handbook': its record was made by another model: dtype"

@@ -172,7 +172,7 @@ def test_a_foreign_record_is_named_by_the_field_that_differs(store: DocumentStor
         ("", "a document is empty"),
         ([], "a document is empty"),
         ("a\ud800", "not valid Unicode: surrogates not allowed at character 1"),
-        (b"bytes", "is bytes; decode"),
+        (b"bytes", "not bytes; decode"),
         ([1, -1], "token id -1"),
         ([1, "a"], "token id 'a'"),
         ([True], "token id True"),
@@ -280,7 +280,7 @@ def test_keys_of_a_head_that_cannot_be(store: DocumentStore, head: HeadRecord, e
         store.add("x", "text", record)
     record.heads["3a"] = make_head(1)
     record.heads["3a"].keys[5, 1, 2] = float("nan")
-    with pytest.raises(NumericalError, match="head 3a: keys hold 1 NaN"):
+    with pytest.raises(NumericalError, match="head 3a: keys contain 1 NaN"):
         store.add("x", "text", record)
 
 
@@ -289,7 +289,7 @@ def test_keys_of_a_head_that_cannot_be(store: DocumentStore, head: HeadRecord, e
 def test_numbers_that_are_none_are_refused(store: DocumentStore, name: str, value: float) -> None:
     record = make_record()
     getattr(record.layers[2], name)[2, 1, 3] = value
-    with pytest.raises(NumericalError, match=f"layer 2: {name} hold 1 NaN"):
+    with pytest.raises(NumericalError, match=f"layer 2: {name} contain 1 NaN"):
         store.add("x", "text", record)
     assert store.list() == []
 

@@ -171,5 +171,5 @@ def test_a_dense_request_that_does_not_fit_is_told_of_offloading(
     run(engine)
     assert request.finish_reason == "length"
     assert len(request.generated) == 140
-    with pytest.raises(CapacityError, match="may be offloaded"):
+    with pytest.raises(CapacityError, match="offloaded that may be"):
         engine.add(prompt(40), dataclasses.replace(params, max_tokens=900))

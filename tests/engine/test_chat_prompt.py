@@ -50,7 +50,7 @@ def test_every_chat_takes_them(llm: LLM) -> None:
     assert asyncio.run(AsyncLLM(llm).chat(parts, GREEDY)).prompt_token_ids == wanted
     for settings in ({"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}):
         name = next(iter(settings.get("chat_template_kwargs", settings)))
-        with pytest.raises(RequestError, match=f"chat template knows no '{name}'"):
+        with pytest.raises(RequestError, match=f"chat template does not use '{name}'"):
             llm.stream_chat([USER], GREEDY, **settings)  # type: ignore[arg-type]
 
 
@@ -60,12 +60,15 @@ def test_every_chat_takes_them(llm: LLM) -> None:
         ([], "is empty"),
         (USER, "is dict, not a list"),
         ("hello", "is str, not a list"),
-        (["hello"], "needs 'role' and 'content'"),
-        ([{"role": ["user"], "content": "hello"}], "a role is a text"),
-        ([{"role": "user", "content": None}], "a list of parts of text, as content"),
+        (["hello"], "must have 'content' and a 'role'"),
+        ([{"role": ["user"], "content": "hello"}], "a 'role' that is a string"),
+        ([{"role": "user", "content": None}], "a string or a list of text parts"),
         ([{"role": "user", "content": [{"type": "image_url", "url": "x"}]}], "type 'image_url'"),
         ([{"role": "user", "content": [7]}], "type 'int'"),
-        ([{"role": "tool", "content": "3"}], "chat template refuses it: a tool message needs"),
+        (
+            [{"role": "tool", "content": "3"}],
+            "chat template rejects the conversation: a tool message needs",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_one_line(

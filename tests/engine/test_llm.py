@@ -59,7 +59,7 @@ def test_prompts_come_in_every_form_and_mixed(llm: LLM) -> None:
 def test_settings_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (2, 5)]
     assert [len(one.token_ids) for one in llm.generate(["a", "b"], each)] == [2, 5]
-    with pytest.raises(ConfigError, match="params is a list of 2, and there are 3 prompts"):
+    with pytest.raises(ConfigError, match="params has 2 entries for 3 prompts"):
         llm.generate(["a", "b", "c"], each)
     with pytest.raises(ConfigError, match="SamplingParams, not str"):
         llm.generate(["a", "b"], [each[0], "greedy"])  # type: ignore[list-item]
@@ -165,7 +165,7 @@ def test_a_chat_uses_the_template_of_the_model(llm: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], ["hello"]])
 def test_a_bad_conversation_is_refused(llm: LLM, messages: list) -> None:
-    with pytest.raises(RequestError, match=r"conversation is empty|a message needs"):
+    with pytest.raises(RequestError, match=r"conversation is empty|a message must"):
         llm.chat(messages)
 
 
@@ -232,15 +232,15 @@ def test_stats_of_a_sparse_run(checkpoint: Path) -> None:
         ({"prompt_token_ids": [5, 9999]}, "9999"),
         ({"prompt_token_ids": [-1]}, "-1"),
         ({"token_ids": [1]}, "prompt_token_ids"),
-        (7, "a prompt is text, a list of token ids, .* not int"),
-        (None, "a prompt is text, .* not None"),
+        (7, "a prompt must be text, a list of token ids, .* not int"),
+        (None, "a prompt must be text, .* not None"),
         (b"text", "not bytes"),
         ([], "empty"),
         ([5, "six"], "token id 'six' of a prompt must be a whole number"),
         ({"prompt_token_ids": [2.5]}, "token id 2.5"),
         ({"prompt_token_ids": "text"}, "token id 't'"),
         ({"prompt_token_ids": None}, "not None"),
-        ("half \ud83d", r"half a character, '\\ud83d', at place 5"),
+        ("half \ud83d", r"a lone surrogate, '\\ud83d', at position 5"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: object, message: str) -> None:
@@ -275,7 +275,7 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint
     ("settings", "message"),
     [
         ({"memory": "2 gigs"}, "2 gigs"),
-        ({"memory": 10}, "holds no page"),
+        ({"memory": 10}, "has no room for a page"),
         ({"max_batch": 0}, "max_batch 0"),
         ({"page_size": 0}, "page_size 0"),
         ({"prefill_chunk": -1}, "prefill_chunk -1"),

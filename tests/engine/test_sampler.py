@@ -139,7 +139,7 @@ def test_nothing_ends_before_min_tokens(checkpoint: Path, temperature: float) ->
     for wrong, why in (
         ({"min_tokens": -1}, "min_tokens -1 must be at least 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 must be at most max_tokens 4"),
-        ({"min_tokens": 1, "grammar": 'start: "a"'}, "does not go with a grammar"),
+        ({"min_tokens": 1, "grammar": 'start: "a"'}, "cannot be combined with a grammar"),
     ):
         with pytest.raises(ConfigError, match=why):
             SamplingParams(**wrong)
@@ -179,7 +179,7 @@ def test_completions_share_their_prompt_and_have_seeds_in_a_row(checkpoint: Path
     assert [one.token_ids for one in found.completions] == ids
     chat = llm.chat([{"role": "user", "content": "hello"}], several)
     assert len(chat.completions) == 4
-    with pytest.raises(RequestError, match="n 4 goes with generate and chat"):
+    with pytest.raises(RequestError, match="n 4 must be 1 here"):
         llm.stream(prompt, several)
     llm.engine.check_integrity()
 

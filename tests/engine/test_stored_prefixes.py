@@ -143,7 +143,7 @@ def test_a_damaged_chunk_is_computed_again_with_a_warning(
     file.write_bytes(data)
     with caplog.at_level(logging.WARNING, "keyhole"):
         request = asked(engine(llama, tmp_path))
-    assert "is not used" in caplog.text
+    assert "cannot be used" in caplog.text
     assert request.num_cached == CHUNK
     close(request, forced_logits(llama, FULL, PROMPT, GIVEN))
     assert asked(engine(llama, tmp_path)).num_cached == STORED  # it was written again
@@ -162,13 +162,15 @@ def test_offloaded_layers_read_starts(llama: Model, tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_go_together_are_refused(llama: Model, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the prefix cache, which is off"):
+    with pytest.raises(ConfigError, match="the prefix cache, but prefix_cache is False"):
         LLM(llama, prefix_cache=False, prefix_store=tmp_path)
-    with pytest.raises(ConfigError, match=r"prefix_store .* must be left out with prefix_cache"):
+    with pytest.raises(
+        ConfigError, match=r"prefix_store .* must be left out, because prefix_cache"
+    ):
         LLM(llama, prefix_cache=tmp_path, prefix_store=tmp_path / "other")
     with pytest.raises(ConfigError, match="cannot be used with draft 'eagle3'"):
         LLM(llama, prefix_cache=tmp_path, draft="eagle3")
     with pytest.raises(ConfigError, match="prefix_store_bytes"):
         LLM(llama, prefix_cache=tmp_path, prefix_store_bytes="many")
-    with pytest.raises(ConfigError, match="limits a folder of prefixes, and there is none"):
+    with pytest.raises(ConfigError, match="limits prefix_store, which is not given"):
         LLM(llama, prefix_store_bytes="1GiB")

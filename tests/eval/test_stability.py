@@ -139,7 +139,7 @@ def test_a_file_in_the_model_folder_is_used_automatically(tmp_path: Path) -> Non
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     Path(path, STABILITY_FILE).write_bytes((Path(keyhole.tiny()) / STABILITY_FILE).read_bytes())
-    with pytest.raises(ConfigError, match="'keyhole-tiny' are for 6 layers, this model has 4"):
+    with pytest.raises(ConfigError, match="'keyhole-tiny' are for 6 layers, but this model has 4"):
         SamKV().resolve(load(path, device="cpu").geometry(16))
 
 

@@ -160,7 +160,7 @@ def test_the_environment_activates_one(usable: pytest.MonkeyPatch) -> None:
 
 
 def told(why: str) -> None:
-    begin = "FlashAttention over pages cannot be used here, our own kernels do its work"
+    begin = "FlashAttention over pages cannot be used here, Keyhole's own kernels replace it"
     with pytest.warns(RuntimeWarning, match=f"{begin}: {why}"):
         assert flash_attention.version.__wrapped__() is None
 

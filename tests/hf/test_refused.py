@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
     "cache from outside": (
-        "a DynamicCache from outside",
+        "a DynamicCache of your own",
         lambda net: decode(net, prompts(5), past_key_values=DynamicCache(config=net.config)),
     ),
     "attention weights": (
@@ -51,16 +51,19 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "labels": ("labels", lambda net: forward(net, prompts(5), labels=prompts(5)["input_ids"])),
     "gradients": ("gradients; call", lambda net: net(**prompts(5))),
     "a mask of its own": (
-        "an attention_mask of other than two dimensions",
+        "an attention_mask that does not have two dimensions",
         lambda net: forward(
             net, {"input_ids": torch.ones(1, 4).long()}, attention_mask=torch.ones(1, 1, 4, 4)
         ),
     ),
     "base model": (
-        "or inside keyhole.sparse by generate",
+        "inside keyhole.sparse, call the model or its generate",
         lambda net: forward(net.model, prompts(5)),
     ),
-    "a second block": ("inside keyhole.sparse already", lambda net: sparse(net).__enter__()),
+    "a second block": (
+        "already inside a keyhole.sparse block",
+        lambda net: sparse(net).__enter__(),
+    ),
 }
 
 
@@ -79,7 +82,7 @@ def test_an_empty_cache_that_comes_again_is_refused(network: Any) -> None:
     past, inputs = DynamicCache(config=network.config), prompts(5)
     with sparse(network):
         forward(network, inputs, past_key_values=past)
-        with pytest.raises(ConfigError, match="DynamicCache from outside"):
+        with pytest.raises(ConfigError, match="DynamicCache of your own"):
             forward(network, inputs, past_key_values=past)
 
 
@@ -95,14 +98,16 @@ def test_wrong_input_is_refused(network: Any) -> None:
             with pytest.raises(RequestError, match=message):
                 forward(network, {"input_ids": ids}, attention_mask=torch.tensor(mask))
         past = forward(network, {"input_ids": ids}).past_key_values
-        with pytest.raises(RequestError, match="of 2 rows, the input has 1"):
+        with pytest.raises(RequestError, match="have 2 rows, but the input has 1"):
             forward(network, {"input_ids": ids[:1]}, past_key_values=past)
         mask = torch.tensor([[0] + [1] * 9] * 2)
-        with pytest.raises(RequestError, match="not the one that past_key_values"):
+        with pytest.raises(RequestError, match="differs from the one that past_key_values"):
             forward(network, {"input_ids": ids}, past_key_values=past, attention_mask=mask)
         with pytest.raises(RequestError, match="either input_ids or inputs_embeds"):
             forward(network, {})
-        with pytest.raises(PromptTooLongError, match="513 tokens are more than the 512"):
+        with pytest.raises(
+            PromptTooLongError, match="the input has 513 tokens, but this model takes at most 512"
+        ):
             forward(network, prompts(513))
 
 
@@ -110,9 +115,9 @@ def test_past_key_values_do_not_leave_their_block(network: Any) -> None:
     inputs = prompts(5)
     with sparse(network):
         past = forward(network, inputs).past_key_values
-    with pytest.raises(ConfigError, match="that block has ended"):
+    with pytest.raises(ConfigError, match="block that has ended"):
         forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
-    with sparse(network), pytest.raises(ConfigError, match="that block has ended"):
+    with sparse(network), pytest.raises(ConfigError, match="block that has ended"):
         forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
 
 
@@ -125,7 +130,7 @@ def test_a_model_in_training_is_refused(network: Any) -> None:
 
 
 def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> None:
-    with pytest.raises(ConfigError, match="takes a model of transformers, not Linear"):
+    with pytest.raises(ConfigError, match="needs a transformers model, not Linear"):
         sparse(nn.Linear(1, 1)).__enter__()
     other = AutoModelForCausalLM.from_config(
         BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, is_decoder=True)

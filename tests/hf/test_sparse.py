@@ -281,7 +281,7 @@ def test_pages_are_free_again_after_each_call(network: Any) -> None:
     with sparse(network, page_size=8, memory=8 * page):
         for _ in range(3):
             assert_same(decode(network, inputs), expected)
-        with pytest.raises(CapacityError, match=r"64 tokens of all rows .* raise memory="):
+        with pytest.raises(CapacityError, match=r"holds 64 tokens in .* raise memory="):
             decode(network, prompts(40, 40))
         assert_same(decode(network, inputs), expected)
 

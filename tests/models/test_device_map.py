@@ -194,7 +194,7 @@ def test_a_model_larger_than_all_devices_is_refused_with_what_it_needs(
     need = sum(p.nbytes for p in load(make("llama"), "cpu").network.parameters())
     monkeypatch.setattr(device_map, "wanted_devices", lambda _: [HOME, OTHER])
     monkeypatch.setattr(device_map, "free_bytes", lambda _: need // 3)
-    with pytest.raises(CapacityError, match=rf"need {need:,} bytes, and there are"):
+    with pytest.raises(CapacityError, match=rf"need {need:,} bytes, but only"):
         load(make("llama"), device_map="auto")
 
 
@@ -239,11 +239,11 @@ def test_layers_are_placed_in_order_and_fit(sizes: list[int], rest: int, free: l
         ("balanced", "device_map 'balanced' must be 'auto', or devices by the names"),
         ({}, "must be 'auto', or devices"),
         ({"": "gpu"}, "'' has the unknown device 'gpu'"),
-        ({"": "meta"}, "give cpu or cuda devices"),
+        ({"": "meta"}, "must be cpu or cuda"),
         ({"": "cpu", "model.layers.9": "cpu:1"}, "no module 'model.layers.9'; its layers are"),
         ({"model.layers": "cpu"}, "no device for 'model.embed_tokens.weight'; give one for ''"),
         ({"": "cpu:0", "lm_head": "cpu:1"}, "must be on one device, not on cpu:0, cpu:1"),
-        ({"": "cpu:0", "model.layers.1.mlp": "cpu:1"}, "'model.layers.1.mlp' is a part of one"),
+        ({"": "cpu:0", "model.layers.1.mlp": "cpu:1"}, "'model.layers.1.mlp' is part of a layer"),
     ],
 )
 def test_wrong_maps_are_refused(make: Callable[[str], str], given_map: Any, message: str) -> None:
@@ -253,7 +253,7 @@ def test_wrong_maps_are_refused(make: Callable[[str], str], given_map: Any, mess
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_auto_without_a_gpu_is_refused(make: Callable[[str], str]) -> None:
-    with pytest.raises(ConfigError, match="spreads layers over GPUs, and there is none"):
+    with pytest.raises(ConfigError, match="spreads layers over GPUs, but there are none"):
         load(make("llama"), device_map="auto")
 
 
@@ -263,7 +263,7 @@ def test_auto_without_a_gpu_is_refused(make: Callable[[str], str]) -> None:
         ({"policy": "snapkv"}, "policy 'snapkv' cannot be used with device_map"),
         ({"prefill_policy": "x_attention"}, "prefill_policy 'x_attention' cannot be used with"),
         ({"total_memory": "1GiB"}, "total_memory 1073741824 cannot be used with device_map"),
-        ({"device": "cpu"}, "device 'cpu' goes without device_map"),
+        ({"device": "cpu"}, "device 'cpu' cannot be combined with device_map"),
     ],
 )
 def test_what_has_data_on_one_device_is_refused(
@@ -274,7 +274,7 @@ def test_what_has_data_on_one_device_is_refused(
 
 
 def test_loaded_models_are_refused(make: Callable[[str], str]) -> None:
-    with pytest.raises(ConfigError, match="goes with the name of a model"):
+    with pytest.raises(ConfigError, match="needs the name of a model"):
         LLM(load(make("llama"), "cpu"), device_map=SPLIT)
 
 

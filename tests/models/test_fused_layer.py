@@ -231,5 +231,5 @@ def test_the_fastest_way_with_the_same_results_is_chosen(
 
 def test_a_kernel_that_fails_leaves_transformers_layers() -> None:
     layers = fused_layer.fusible(make_network(make_config("llama")))
-    with pytest.warns(RuntimeWarning, match="fused layers failed"):
+    with pytest.warns(RuntimeWarning, match="fusing layers failed"):
         assert fused_layer.measured(layers) == (frozenset(), False)

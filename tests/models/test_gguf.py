@@ -284,7 +284,7 @@ def test_a_damaged_file_is_named_with_what_helps(
     path.write_bytes(damaged[damage])
     with pytest.raises(ModelError, match=re.escape(str(path))) as caught:
         LLM(path, device="cpu")
-    assert "the file may be damaged or cut short: get it again" in str(caught.value)
+    assert "the file may be damaged or truncated; download it again" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

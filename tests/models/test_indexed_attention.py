@@ -166,7 +166,7 @@ def test_what_an_indexer_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     llm = LLM(network, **place)
     with pytest.raises(ConfigError, match="'quest' cannot be used"):
         llm.generate({"prompt_token_ids": [1, 2]}, policy="quest")
-    with pytest.raises(ConfigError, match="stored documents cannot be shifted"):
+    with pytest.raises(ConfigError, match="stored documents cannot be used with"):
         _ = llm.documents
     with pytest.raises(ConfigError, match="a window or an indexer of its own"):
         LLM(network, prefill_policy="xattention", **place)

@@ -74,7 +74,7 @@ def test_layers_beyond_those_of_the_config_are_refused(family: str, tmp_path: Pa
     """The model ran without its last layers, without a word."""
     folder = Path(make_model(family, tmp_path))
     edit(folder / "config.json", num_hidden_layers=2, n_layer=2, layer_types=None)
-    said = r"has 4 layers, and its config says num_hidden_layers 2: set it to 4 in config\.json"
+    said = r"has 4 layers, but its config says num_hidden_layers 2: set it to 4 in config\.json"
     with pytest.raises(ModelError, match=rf"checkpoint '.*{folder.name}' {said}"):
         load(folder)
 
@@ -95,7 +95,7 @@ def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> No
     with_layer(61)
     load(folder, device="cpu")
     with_layer(4)
-    with pytest.raises(ModelError, match="has 5 layers, and its config says num_hidden_layers 4"):
+    with pytest.raises(ModelError, match="has 5 layers, but its config says num_hidden_layers 4"):
         load(folder, device="cpu")
     edit(config, num_nextn_predict_layers=1)
     load(folder, device="cpu")
@@ -122,7 +122,7 @@ def test_a_tokenizer_may_have_more_ids_than_the_model(
     for file in checkpoint.glob("*token*"):
         (small / file.name).write_bytes(file.read_bytes())
     llm = LLM(small, device="cpu")
-    assert "has ids up to 258, the model knows 100" in caplog.text
+    assert "has ids up to 258, but the model has a vocabulary of 100" in caplog.text
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     assert len(llm.generate("AB", params).token_ids) == 1
     with pytest.raises(RequestError, match=r"token id \d+ is not one of this model's, 0 to 99"):

@@ -152,7 +152,7 @@ def test_a_folder_has_no_revision(cached: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="revision 'v2' is for a hub id"):
         LLM(cached["main"], revision="v2")
     loaded = load(cached["main"], "cpu")
-    with pytest.raises(ConfigError, match="go with the name of a model"):
+    with pytest.raises(ConfigError, match="need the name of a model"):
         LLM(loaded, subfolder="deep")
 
 

@@ -317,15 +317,15 @@ def test_a_million_positions_keep_float32_exactness(llama: RopeShift) -> None:
 
 def test_learned_positions_are_refused_by_name(tmp_path: Path) -> None:
     model = load(make_model("gpt_bigcode", tmp_path), "cpu")
-    with pytest.raises(ConfigError, match=r"family 'gpt_bigcode'.*cannot be shifted"):
+    with pytest.raises(ConfigError, match=r"stored documents .* 'gpt_bigcode' has no rotary"):
         RopeShift.of(model)
 
 
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("cohere", "keys are rotated in pairs that Keyhole does not turn"),
-        ("glm", "keys are rotated in pairs that Keyhole does not turn"),
+        ("cohere", "keys are rotated in pairs that Keyhole does not support"),
+        ("glm", "keys are rotated in pairs that Keyhole does not support"),
         ("smollm3", "some layers do not rotate their keys"),
         ("beam", "the rotary embedding has no table of frequencies"),
         ("llama4_text", "attention chunks|no rotary embedding for all layers"),

@@ -294,7 +294,7 @@ def test_the_state_takes_part_of_the_memory() -> None:
     kept = engine_of("lfm2", max_batch=4, memory="1MB", prefix_cache=True).recurrent
     assert kept is not None
     assert kept.nbytes == 2 * engine.recurrent.nbytes
-    with pytest.raises(ConfigError, match="beside a recurrent state"):
+    with pytest.raises(ConfigError, match="of recurrent state"):
         engine_of("lfm2", max_batch=4, memory=engine.recurrent.nbytes)
 
 
@@ -304,9 +304,9 @@ def llm() -> LLM:
 
 
 def test_what_a_recurrent_state_cannot_have_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="recurrent state of its layers; leave it out"):
+    with pytest.raises(ConfigError, match="has recurrent layers; leave it out"):
         LLM(network_of("lfm2"), Delta(), device="cpu", memory="16MB", offload=tmp_path)
-    with pytest.raises(ConfigError, match="stored documents cannot be joined"):
+    with pytest.raises(ConfigError, match="stored documents cannot be used"):
         _ = llm.documents
     with (
         pytest.raises(ConfigError, match=r"keep a recurrent state.*keyhole.LLM"),

@@ -131,7 +131,7 @@ def test_its_text_is_that_of_the_whole_model(
     caplog.set_level(logging.INFO, "keyhole")
     llm = LLM(path, device="cpu", dtype="float32", page_size=8)
     family = network.config.model_type
-    assert f"({family}) reads images too: its language model" in caplog.text
+    assert f"({family}) also reads images; only its language model" in caplog.text
     shown = "".join(capfd.readouterr())
     assert "vision" not in shown
     assert "visual" not in shown
@@ -140,7 +140,7 @@ def test_its_text_is_that_of_the_whole_model(
     assert found.token_ids == theirs(network, PROMPT, 8)
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     message = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, picture]}
-    with pytest.raises(RequestError, match=r"type 'image_url', and models here read text alone"):
+    with pytest.raises(RequestError, match=r"type 'image_url', but only text is supported"):
         llm.chat([message], params)
 
 

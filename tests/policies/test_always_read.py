@@ -169,8 +169,8 @@ def test_what_is_read_outside_the_budget_does_not_go_with_offloaded_layers(
     """Buffers of offloaded layers hold the budget: a longer selection ended in an assertion."""
     model, _ = twins("llama_group3")
     below: dict[str, Any] = {"offload": tmp_path, "memory": "1MiB"}
-    with pytest.raises(ConfigError, match="bounded by token_budget"):
+    with pytest.raises(ConfigError, match="at most token_budget tokens"):
         make_engine(model, make_policy(name, {"token_budget": 16, **within, **beside}), **below)
     engine = make_engine(model, make_policy(name, {"token_budget": 16, **within}), **below)
-    with pytest.raises(ConfigError, match="bounded by token_budget"):
+    with pytest.raises(ConfigError, match="at most token_budget tokens"):
         engine.under(beside)

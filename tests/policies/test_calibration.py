@@ -157,5 +157,5 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path) -> None:
 
 def test_a_calibration_of_another_depth_is_refused() -> None:
     CALIBRATION.check_depth(4)
-    with pytest.raises(ConfigError, match="4 layers, this model has 6"):
+    with pytest.raises(ConfigError, match="4 layers, but this model has 6"):
         CALIBRATION.check_depth(6)

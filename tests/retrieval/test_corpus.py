@@ -39,8 +39,8 @@ def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
         ('"fine"\n{', "line 2 is not JSON"),
         ('{"text": 1}', "line 1 must be a JSON string or list of token ids"),
         ("[1, 2.5]", "line 1 must be a JSON string or list of token ids"),
-        ("[1, 272]", "line 1 has the token id 272; the model's are 0 to 271"),
-        ("[-1]", "line 1 has the token id -1"),
+        ("[1, 272]", "line 1 has token id 272, but those of the model are 0 to 271"),
+        ("[-1]", "line 1 has token id -1"),
     ],
 )
 def test_data_that_cannot_be_used_is_named(tmp_path: Path, content: str, message: str) -> None:

@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
     one, other = (FileCorpus(([n] * 200,), f"--data '{n}.txt'") for n in (7, 8))
     train.train(network, one, RECIPE, tmp_path, stop=lambda: True)
     with pytest.raises(
-        ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has different"
+        ConfigError, match=r"made with --data '7.txt' .* --data '8.txt' .* has other"
     ):
         train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
@@ -134,7 +134,7 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
     train.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
-    with pytest.raises(ConfigError, match="holds an unfinished run; resume it"):
+    with pytest.raises(ConfigError, match="has an unfinished run; continue it with --resume"):
         train.train(network, Texts(), RECIPE, tmp_path / "run")
     other = dataclasses.replace(RECIPE, seed=1)
     with pytest.raises(ConfigError, match="seed 1 must be 0, as in the run"):
@@ -154,10 +154,10 @@ def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> No
     train.save(tmp_path / "run", {"weights": {}})
     with pytest.raises(ConfigError, match="is damaged"):
         train.config_of(tmp_path / "run")
-    with pytest.raises(ConfigError, match="holds no run to resume"):
+    with pytest.raises(ConfigError, match="has no run to resume"):
         train.train(network, Texts(), RECIPE, tmp_path / "nowhere", resume=True)
     RetrievalHead.random(network).save_pretrained(tmp_path / "head")
-    with pytest.raises(ConfigError, match="holds a finished head or gate; choose another"):
+    with pytest.raises(ConfigError, match="has a finished head or gate; use another"):
         train.train(network, Texts(), RECIPE, tmp_path / "head")
 
 
@@ -174,13 +174,13 @@ def test_a_damaged_snapshot_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
     assert "weights_only" not in str(refused.value)
     assert "training.pt' is damaged" in str(refused.value)
-    assert "begin again in another folder" in str(refused.value)
+    assert "start again in another folder" in str(refused.value)
 
 
 def test_a_full_disk_is_noticed_before_the_first_step(network: Any, tmp_path: Path) -> None:
     with (
         files_at_most(1000),
-        pytest.raises(ConfigError, match=r"no snapshot .*; free disk space, or choose another"),
+        pytest.raises(ConfigError, match=r"the snapshot .*; free disk space, or use another"),
     ):
         train.train(network, Texts(), RECIPE, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -215,7 +215,7 @@ def test_nan_stops_a_training_and_nothing_is_lost(
 
     monkeypatch.setattr(Distiller, "_loss", bad)
     with pytest.raises(
-        NumericalError, match=r"the loss of step 3 is nan .* the previous step is saved"
+        NumericalError, match=r"in step 3 the loss is nan .* the previous step is saved"
     ):
         train.train(network, Texts(), RECIPE, tmp_path)
     monkeypatch.setattr(Distiller, "_loss", good)

@@ -232,7 +232,7 @@ def test_the_target_s_attention_of_later_tokens_is_that_of_their_rows() -> None:
     ("fields", "named"),
     [
         ({"draft_vocab_size": VOCAB_SIZE}, "an output matrix of its own"),
-        ({"norm_before_residual": True}, "not a draft of the form that train-head writes"),
+        ({"norm_before_residual": True}, "not a draft written by `keyhole train-head`"),
     ],
 )
 def test_drafts_of_another_form_are_not_trained_further(

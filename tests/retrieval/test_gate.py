@@ -69,16 +69,16 @@ def test_what_is_wrong_with_a_gate_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"another model: layer 0 needs a tensor layers\.0\.query"):
         SeerGate.from_pretrained(tmp_path, other)
     deeper = dataclasses.replace(geometry, layers=geometry.layers * 2)
-    with pytest.raises(ModelError, match=r"layer 8 needs .* and it has none; train one with"):
+    with pytest.raises(ModelError, match=r"layer 8 needs .* but it has none; train one with"):
         SeerGate.from_pretrained(tmp_path, deeper)
     change(tmp_path, block_size=16)
-    with pytest.raises(ConfigError, match="on blocks of 16 tokens, and page_size is 4; set page_s"):
+    with pytest.raises(ConfigError, match="on blocks of 16 tokens, but page_size is 4; set page_s"):
         SeerGate.from_pretrained(tmp_path, geometry)
     change(tmp_path, block_size="x")
     with pytest.raises(ModelError, match="block_size 'x'; it must be a number of tokens"):
         SeerGate.from_pretrained(tmp_path, geometry)
     change(tmp_path, model_type="llama")
-    with pytest.raises(ModelError, match=r"holds no gate: the model_type of its config.json is"):
+    with pytest.raises(ModelError, match=r"is not a gate: the model_type of its config.json is"):
         SeerGate.from_pretrained(tmp_path, geometry)
     with pytest.raises(ModelError, match=r"'nowhere' holds no gate: it has no config.json"):
         SeerGate.from_pretrained("nowhere", geometry)
@@ -174,7 +174,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_a_gate(
 def test_a_model_without_keys_of_its_own_or_full_attention_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be trained for a model with MLA"):
         GateDistiller(make_network(make_config("deepseek_v3")), Texts(), RECIPE)
-    with pytest.raises(ConfigError, match="with full attention, and this model has none"):
+    with pytest.raises(ConfigError, match="with full attention, but this model has none"):
         GateDistiller(make_network(make_config("mistral_sliding")), Texts(), RECIPE)
 
 

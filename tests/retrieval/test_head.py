@@ -98,42 +98,42 @@ OTHER_TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hidden size": (
         {},
         {"hidden_size": 48},
-        "draft .* was made for a target of hidden size 32, this target has 48",
+        "draft .* was made for a target of hidden size 32, but this target has 48",
     ),
     "width of features": (
         {"target_hidden_size": 64},
         {},
-        "draft .* was made for a target of hidden size 64, this target has 32",
+        "draft .* was made for a target of hidden size 64, but this target has 32",
     ),
     "width of the embedding": (
         {"hidden_size": 16, "target_hidden_size": 32},
         {},
-        "has hidden size 16 and no embed_tokens of its own, the target's embedding is 32 wide",
+        "has hidden size 16 and no embed_tokens of its own, but the target's embedding has size 32",
     ),
     "vocabulary": (
         {},
         {"vocab_size": 300},
-        "was made for a vocabulary of 272 tokens, the target has 300",
+        "was made for a vocabulary of 272 tokens, but the target has 300",
     ),
     "query heads": (
         {},
         {"num_attention_heads": 6, "hidden_size": 48},
-        "has 4 query heads, the target has 6 query heads: one must be a multiple of the other",
+        "has 4 query heads and the target 6 query heads; one number must be a multiple",
     ),
     "KV heads": (
         {"num_attention_heads": 2},
         {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
-        "has 2 query heads, the target has 3 KV heads: one must be a multiple of the other",
+        "has 2 query heads and the target 3 KV heads; one number must be a multiple",
     ),
     "depth": (
         {"eagle_aux_hidden_state_layer_ids": [2, 9, 16]},
         {},
-        r"reads the inputs of layers \(2, 9, 16\), the target has 8 layers",
+        r"reads the inputs of layers \(2, 9, 16\), but the target has 8 layers",
     ),
     "few layers": (
         {},
         {"num_hidden_layers": 4},
-        r"target has 4 layers, in which EAGLE-3's feature layers \(2, 2, 1\) coincide",
+        r"only 4 layers, so that EAGLE-3's feature layers \(2, 2, 1\) are not distinct",
     ),
 }
 
@@ -151,9 +151,12 @@ def test_a_draft_of_another_target_is_refused(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"hidden_size": 48}, "reads features of hidden size 32, the target has hidden size 48"),
-        ({"vocab_size": 300}, "vocabulary of 272 tokens, the target has 300"),
-        ({"num_hidden_layers": 4}, r"layers \(2, 4, 5\), the target has 4 layers"),
+        (
+            {"hidden_size": 48},
+            "reads features of hidden size 32, but the target has hidden size 48",
+        ),
+        ({"vocab_size": 300}, "vocabulary of 272 tokens, but the target has 300"),
+        ({"num_hidden_layers": 4}, r"layers \(2, 4, 5\), but the target has 4 layers"),
     ],
 )
 def test_a_head_of_another_target_is_refused(
@@ -175,7 +178,7 @@ Q, NORM = "midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight"
         ({"fc.weight": None}, r"has no tensor fc\.weight \[32, 96\]"),
         (
             {Q: torch.ones(64, 32)},
-            rf"has a tensor {Q} of shape \[64, 32\], it must be {Q} \[64, 64\]",
+            rf"has a tensor {Q} of shape \[64, 32\], but it must be {Q} \[64, 64\]",
         ),
         (
             {Q: torch.ones(64, 64, dtype=torch.int8)},
@@ -195,9 +198,9 @@ def test_a_damaged_draft_is_refused_with_the_tensor(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": None}, "must have a hidden_size of at least 1, it has None"),
+        ({"hidden_size": None}, "must have a hidden_size of at least 1, not None"),
         ({"num_key_value_heads": 3}, "num_heads 4 must be a multiple of num_kv_heads 3"),
-        ({"head_dim": "16"}, "must have a head_dim of at least 1, it has '16'"),
+        ({"head_dim": "16"}, "must have a head_dim of at least 1, not '16'"),
         ({"head_dim": 15}, "head_dim 15 must be even"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0 must be a number above 0"),
         ({"norm_before_fc": True}, r"has no tensor input_norm\.weight \[96\]"),
@@ -205,7 +208,7 @@ def test_a_damaged_draft_is_refused_with_the_tensor(
         ({"eagle_config": {"norm_before_fc": True}}, r"has no tensor input_norm\.weight \[96\]"),
         ({"use_aux_hidden_state": False}, "use it with inputs='tokens'"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be different layers"),
-        ({"eagle_aux_hidden_state_layer_ids": "1"}, "must have layer numbers .*, it has '1'"),
+        ({"eagle_aux_hidden_state_layer_ids": "1"}, "must have layer numbers .*, not '1'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "unknown rope_type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor None must be a number"),
         ({"rope_scaling": "linear"}, "rope_parameters 'linear' must be an object"),
@@ -245,7 +248,7 @@ def test_what_is_no_checkpoint_is_refused(read: Any, target: Any, tmp_path: Path
 
 
 def test_a_draft_is_no_head(target: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no retrieval head.* RetrievalHead\.from_eagle3"):
+    with pytest.raises(ModelError, match=r"is not a retrieval head.* RetrievalHead\.from_eagle3"):
         RetrievalHead.from_pretrained(make_draft(tmp_path), target)
 
 
@@ -301,7 +304,7 @@ def test_settings_that_cannot_be_are_refused(target: Any, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="max_length 0 must be at least 1"):
         RetrievalHead.from_eagle3(path, target, max_length=0)
     path = make_draft(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(ConfigError, match=r"max_length 128 is beyond the 64 tokens .* YaRN cannot"):
+    with pytest.raises(ConfigError, match=r"max_length 128 must be at most 64, .* YaRN cannot"):
         RetrievalHead.from_eagle3(path, target, max_length=128)
 
 

@@ -119,6 +119,8 @@ def test_a_target_that_gives_nan_is_named() -> None:
     network = make_network(make_config("llama"))
     targets = lesson_of(network)
     logs = torch.full((2, LENGTH - START, LENGTH), float("nan"))
-    with pytest.raises(NumericalError, match="gives NaN under gates on a text of 40 tokens"):
+    with pytest.raises(
+        NumericalError, match="with gates the model computes NaN for a text of 40 tokens"
+    ):
         soft_selection_logits(network, targets, logs)
     assert network.config._attn_implementation == "eager"

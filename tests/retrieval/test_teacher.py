@@ -52,7 +52,7 @@ def test_mass_is_per_kv_head_or_per_head_with_latents() -> None:
 
 def test_a_model_without_full_attention_is_refused() -> None:
     network = make_network(make_config("mistral_sliding"))
-    with pytest.raises(ConfigError, match="layers with full attention, and this model has none"):
+    with pytest.raises(ConfigError, match="layers with full attention, but this model has none"):
         Teacher(network, ()).targets(text(), torch.tensor([9]))
 
 
@@ -60,6 +60,6 @@ def test_a_target_that_gives_nan_is_named() -> None:
     network = make_network(make_config("llama"))
     with torch.no_grad():
         network.model.layers[2].self_attn.q_proj.weight[0, 0] = float("nan")
-    with pytest.raises(NumericalError, match="the target gives NaN on a text of 40 tokens"):
+    with pytest.raises(NumericalError, match="the model computes NaN for a text of 40 tokens"):
         Teacher(network, ()).targets(text(), torch.tensor([9]))
     assert network.config._attn_implementation == "eager"

@@ -429,7 +429,7 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
     found = SamKV(layers=str(path)).resolve(geometry())
     assert found.stable_layers == (1, 4)
     assert found.resolve(geometry()) == found
-    with pytest.raises(ConfigError, match="6 layers, this model has 3"):
+    with pytest.raises(ConfigError, match="6 layers, but this model has 3"):
         SamKV(layers=str(path)).resolve(geometry([None] * 3))
     with pytest.raises(ConfigError, match="either"):
         SamKV(layers=str(path), stable_layers=(1,)).resolve(geometry())

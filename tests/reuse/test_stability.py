@@ -133,5 +133,5 @@ def test_a_value_that_cannot_be_is_named(tmp_path: Path, change: dict[str, Any])
 
 def test_a_file_for_another_depth_is_refused() -> None:
     STABILITY.check_depth(4)
-    with pytest.raises(ConfigError, match="4 layers, this model has 6"):
+    with pytest.raises(ConfigError, match="4 layers, but this model has 6"):
         STABILITY.check_depth(6)

@@ -43,7 +43,7 @@ def test_sam_kv_is_meant_when_none_is_named() -> None:
 def test_an_object_is_taken_as_it_is() -> None:
     method = SamKV(bias=False)
     assert make_reuse(method) is method
-    with pytest.raises(ConfigError, match=r"\['bias'\] go with a reuse method's name"):
+    with pytest.raises(ConfigError, match=r"\['bias'\] can be given with a reuse method's name"):
         make_reuse(method, {"bias": True})
 
 

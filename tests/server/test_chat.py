@@ -219,7 +219,7 @@ def test_parameters_that_are_no_schema_are_refused(
 
 
 def test_tools_that_the_template_does_not_know_are_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="knows no 'tools'"):
+    with pytest.raises(openai.BadRequestError, match="does not use 'tools'"):
         client.chat.completions.create(**SETTINGS, tools=TOOLS)
 
 

@@ -207,7 +207,7 @@ def test_stop_ends_before_its_text(client: openai.OpenAI, llm: LLM) -> None:
 WRONG = [
     ({"messages": 3}, 400, "messages"),
     ({"messages": []}, 400, "at least one message"),
-    ({"messages": [{"role": "user"}]}, 400, "as content"),
+    ({"messages": [{"role": "user"}]}, 400, "as its 'content'"),
     ({"temperature": -1}, 400, "temperature -1.0 must be at least 0"),
     ({"max_tokens": 0}, 400, "max_tokens 0"),
     ({"n": 0}, 400, "n: "),

@@ -79,7 +79,7 @@ def test_two_files_in_one_request_are_refused(address: str) -> None:
     files = [("file", (f"file{i}.txt", b"some text")) for i in range(2)]
     answer = httpx2.post(f"{address}/v1/documents", files=files)
     assert answer.status_code == 400
-    assert "one file at a time" in answer.json()["error"]["message"]
+    assert "only one file per request" in answer.json()["error"]["message"]
     assert httpx2.get(f"{address}/v1/documents/file1.txt").status_code == 404
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_stored_is_refused(
     [
         ({"reuse": "nothing"}, "nothing"),
         ({"reuse": {"update": "fusion"}}, "reuse.method"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "one message of text"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "a single text message"),
         ({"documents": {"search": {"query": "zebra"}}}, "zebra"),
         ({"documents": {"search": {"top_k": 0}}}, "top_k"),
         ({"documents": {"find": {}}}, "search"),
@@ -316,9 +316,9 @@ def test_a_file_is_stored_under_its_name_or_another(address: str, llm: LLM) -> N
 @pytest.mark.parametrize(
     ("filename", "data", "fields", "status", "said"),
     [
-        ("a.exe", b"x", {}, 415, "known are .docx"),
+        ("a.exe", b"x", {}, 415, "supported formats: .docx"),
         ("a", b"x", {}, 415, ".md"),
-        ("", b"x", {}, 400, "file must be a file with a name, such as notes.txt"),
+        ("", b"x", {}, 400, "file must be a file with a filename, such as notes.txt"),
         ("a.txt", b"\xff", {}, 400, "UTF-8"),
         ("a.txt", b"", {}, 400, "a document is empty"),
         ("a.txt", b"x", {"name": "a\x00b"}, 400, "printable"),

@@ -50,7 +50,7 @@ def test_a_large_body_is_refused(guarded: str, in_chunks: bool) -> None:
     content: Any = chunks() if in_chunks else body
     answer = httpx2.post(f"{guarded}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 413
-    assert "2000 bytes" in answer.json()["error"]["message"]
+    assert "at most 2.0 KiB" in answer.json()["error"]["message"]
 
 
 @pytest.mark.usefixtures("own_engine")

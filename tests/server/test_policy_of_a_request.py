@@ -106,7 +106,7 @@ def test_chats_streams_and_documents_take_it(client: openai.OpenAI, llm: LLM) ->
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"token_budget": 65}, "token_budget 65 must be at most 64, that of this server"),
+        ({"token_budget": 65}, "token_budget 65 must be at most 64, the server's own"),
         ({"policy": "streaming_llm", "token_budget": 65}, "must be at most 64"),
         ({"token_budget": 0}, "token_budget: Input should be greater than or equal to 1"),
         ({"token_budget": 2}, "token_budget 2 must be at least one page"),

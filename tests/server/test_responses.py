@@ -158,7 +158,7 @@ def test_parts_instructions_and_roles_are_taken(client: openai.OpenAI) -> None:
         ({"input": [{"content": "a"}]}, 400, "role None of a message"),  # it was called "None"
         ({"input": [{"role": 5, "content": "a"}]}, 400, "role 5 of a message"),
         ({"truncation": "auto"}, 400, "truncation must be 'disabled'"),
-        ({"previous_response_id": "resp_x"}, 404, "'resp_x' is not known"),
+        ({"previous_response_id": "resp_x"}, 404, "'resp_x' was not found"),
         ({"text": {"format": {"type": "xml"}}}, 400, "'xml' must be"),
         ({"model": "other"}, 404, "not served here"),
         (

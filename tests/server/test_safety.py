@@ -31,7 +31,7 @@ def test_listening_on_other_addresses_needs_a_key_or_insecure(
 ) -> None:
     assert ServerConfig().host == "127.0.0.1"
     assert main(["serve", "--host", "0.0.0.0"]) == 2
-    assert "give an api_key, or insecure" in capsys.readouterr().err
+    assert "give an api_key, or set insecure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "192.168.0.7", "example.org"])

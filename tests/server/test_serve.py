@@ -137,11 +137,11 @@ def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
     errors = [json.loads(last.removeprefix("data: ")), found[0].json()]
     for error in [one["error"] for one in errors]:
         assert (error["type"], error["code"]) == ("server_error", "draining")
-        assert "the server is shutting down" in error["message"]
+        assert "the server shut down" in error["message"]
     assert found[0].status_code == 503
     ended = json.loads(failed.removeprefix("data: "))
     assert ended["type"] == "response.failed"
-    assert "the server is shutting down" in ended["response"]["error"]["message"]
+    assert "the server shut down" in ended["response"]["error"]["message"]
     assert not any("Traceback" in line for line in lines)
 
 

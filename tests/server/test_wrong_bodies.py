@@ -106,13 +106,18 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
 @pytest.mark.parametrize(
     ("place", "field", "value", "said"),
     [
-        ("completions", "prompt", "\ud800", "half a character"),
-        ("completions", "stop", ["a", "\ud800"], "half a character"),
-        ("completions", "bad_words", ["\ud800"], "half a character"),
-        ("chat/completions", "messages", [{"role": "user", "content": "\ud800"}], "half a char"),
+        ("completions", "prompt", "\ud800", "lone surrogate"),
+        ("completions", "stop", ["a", "\ud800"], "lone surrogate"),
+        ("completions", "bad_words", ["\ud800"], "lone surrogate"),
+        (
+            "chat/completions",
+            "messages",
+            [{"role": "user", "content": "\ud800"}],
+            "lone surrogate",
+        ),
         ("chat/completions", "documents", ["\ud800"], "unknown document"),
-        ("responses", "input", "\ud800", "half a character"),
-        ("responses", "stop", "\ud800", "half a character"),
+        ("responses", "input", "\ud800", "lone surrogate"),
+        ("responses", "stop", "\ud800", "lone surrogate"),
         ("responses", "user", "\ud800", "user cannot be sent back"),
     ],
 )
@@ -205,7 +210,7 @@ def test_a_setting_of_a_template_is_nothing_else(address: str, name: str) -> Non
         "chat_template_kwargs": {name: False},
     }
     error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
-    assert error["message"] == f"{name!r} is no setting of a chat template; leave it out of them"
+    assert error["message"] == f"{name!r} cannot be given to a chat template; leave it out"
 
 
 @pytest.mark.parametrize("place", BEGIN)

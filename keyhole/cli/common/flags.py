@@ -53,7 +53,7 @@ def add_model(
     parser.add_argument("--model", metavar="MODEL", help=f"{text}; default: {default}")
     text = "branch, tag or commit of a hub id; default: its main branch"
     parser.add_argument("--revision", metavar="NAME", help=text)
-    text = "folder inside the model's folder or hub id in which its files are"
+    text = "folder inside the model's folder or hub repository that contains its files"
     parser.add_argument("--subfolder", metavar="PATH", help=text)
     text = "run Python files of the model, for a family that transformers does not have"
     parser.add_argument("--trust-remote-code", action="store_true", help=text)
@@ -64,9 +64,9 @@ def add_model(
     parser.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="int4 or int8: pack the weights while loading, on a CPU; int4:group_size=32 for "
-        "groups of 32, 64 or 128; dequantised: blocks of a GGUF file as plain numbers; default: as "
-        "they are stored",
+        help="int4 or int8: quantise the weights while loading, on a CPU (int4:group_size=N for "
+        "groups of 32, 64 or 128 weights); dequantised: expand the blocks of a GGUF file to "
+        "--dtype; default: as stored",
     )
 
 
@@ -77,7 +77,7 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FOLDER",
-        help="LoRA adapter that requests may choose by this name; repeat the flag for more",
+        help="LoRA adapter that requests may choose by this name; can be repeated",
     )
 
 
@@ -150,8 +150,8 @@ def require_json_for_logprobs(arguments: argparse.Namespace) -> None:
 # Copied from `keyhole.documents.store`, which imports torch.
 _CHECKS = ("open", "read")
 _CHECK_HELP = (
-    "what is compared with checksums: open, a record's statistics when it is opened; read, "
-    "everything that is read of it"
+    "what is verified by checksums: open: a record's statistics when it is opened; read: "
+    "everything that is read from it"
 )
 
 
@@ -295,7 +295,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
 def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
     """Adds a flag without a value, which sets the opposite of the default."""
     flag = _flag("no_" + name) if field.default else _flag(name)
-    text = f"turn this off: {text}" if field.default else text
+    text = f"do not {text}" if field.default else text
     const = str(not field.default)
     group.add_argument(
         flag, dest=name, action="store_const", const=const, help=text.replace("%", "%%")

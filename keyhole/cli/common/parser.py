@@ -56,7 +56,7 @@ def read_config(given: Sequence[str]) -> dict[str, Any]:
         if not isinstance(value, Mapping) and name not in _SHARED:
             raise ConfigError(
                 f"{flag} {path!r}: {name} must be in the table of a command, such as [generate]; "
-                f"only {', '.join(_SHARED)} can be outside of a table"
+                f"only {', '.join(_SHARED)} can be outside a table"
             )
     return dict(found)
 

@@ -301,7 +301,7 @@ def check_outputs(*outputs: Output) -> None:
         _check_output(flag, path, kind)
         other = flags.setdefault(Path(path).resolve(), flag)
         if other != flag:
-            raise ConfigError(f"{other} and {flag} name one file, {str(path)!r}")
+            raise ConfigError(f"{other} and {flag} name the same file, {str(path)!r}")
 
 
 def check_output_folder(flag: str, path: str | Path) -> None:

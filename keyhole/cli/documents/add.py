@@ -102,7 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="never evict it; neither: as before, else it may be evicted",
+        help="never evict the document, or allow it again; default: as before, and allowed for a "
+        "new one",
     )
     parser.add_argument(
         "--overwrite",

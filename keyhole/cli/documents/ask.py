@@ -53,7 +53,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="stored documents, in this order; NAME/ means all below it",
+        help="stored documents, in this order; NAME/ stands for all documents below it",
     )
     parser.add_argument("--prefix", default="", metavar="TEXT", help="text before the documents")
     parser.add_argument(
@@ -68,7 +68,7 @@ def _run_ask(arguments: argparse.Namespace) -> int:
     flags.require_json_for_logprobs(arguments)
     if not arguments.documents:
         raise ConfigError(
-            "no documents; name stored ones: --documents NAME NAME, see `keyhole documents list`"
+            "no documents; give names from `keyhole documents list`, as in --documents NAME NAME"
         )
     flags.find_model(arguments)  # reuse methods import torch
     reuse = make_reuse(arguments.reuse)

@@ -79,8 +79,8 @@ def allocate(cache: PageCache, num_tokens: int) -> list[int]:
     pages = cache.allocate(-(-num_tokens // size))
     if pages is None:
         raise CapacityError(
-            f"a document of {num_tokens} tokens does not fit into the KV cache, where "
-            f"{cache.available * size} are free; raise memory=, or cut it into parts"
+            f"a document of {num_tokens} tokens does not fit into the KV cache, which has room for "
+            f"{cache.available * size}; raise memory=, or split it into parts"
         )
     return pages
 

@@ -5,11 +5,11 @@ A question takes all pages of another one (`fill_key`), or those whose content i
 
 What fills the pages before a question depends on its tokens there, on where documents are among
 them, on the LoRA adapter, on the reuse method, and on what this one keeps and computes again. If
-all of these are equal, so are the pages, and the next question takes a reference to each instead of
-filling its own. Only the page in which the question begins is copied. Methods that choose without
-the question (`reuse`, `epic`) always share; SamKV shares where it makes the same choice.
+all of these are equal, so are the pages, and the next question shares them instead of filling its
+own. Only the page in which the question begins is copied. Methods that choose without the question
+(`reuse`, `epic`) always share; SamKV shares where it makes the same choice.
 
-No reference is held here: pages of which the last holder is gone are simply not found.
+No reference is held here: pages are no longer found once their last holder has released them.
 """
 
 from __future__ import annotations

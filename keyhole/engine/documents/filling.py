@@ -67,16 +67,16 @@ class Context:
             if wanted is not None and document.block_size != wanted:
                 raise ConfigError(
                     f"block_size {wanted} of reuse method {self.reuse.name!r} must be "
-                    f"{document.block_size}, as document {document.info.name!r} was encoded with"
+                    f"{document.block_size}, with which document {document.info.name!r} was encoded"
                 )
         if policy.reads_queries:
             raise ConfigError(
-                f"policy {policy.name!r} needs the queries of a prompt, and documents are stored "
-                "without theirs; use reuse='recompute', or another policy"
+                f"policy {policy.name!r} needs the queries of a prompt, but documents are stored "
+                "without their queries; use reuse='recompute', or another policy"
             )
         if not policy.shares_pages and not self.reuse.keeps_all:
             raise ConfigError(
-                f"policy {policy.name!r} needs every token of a prompt, and reuse method "
+                f"policy {policy.name!r} needs every token of a prompt, but reuse method "
                 f"{self.reuse.name!r} may drop some; use reuse='recompute', 'reuse', "
                 "'cacheblend' or 'epic', or another policy"
             )
@@ -95,9 +95,10 @@ class Reused:
     documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
     held_ratio: tokens of a layer for which pages are held / tokens of the documents.
-    recompute_ratio: those computed again in some layer / all. tokens_not_computed: the others.
-    bytes_read: from the store, block statistics included. kept: bool [L, T], what each layer keeps
-    of all tokens of documents. recomputed: bool [L, T], what each layer computed again of these.
+    recompute_ratio: those computed again in some layer / all. tokens_not_computed: the number of
+    tokens that were not computed again. bytes_read: from the store, block statistics included.
+    kept: bool [L, T], what each layer keeps of all tokens of documents. recomputed: bool [L, T],
+    what each layer computed again of these.
     """
 
     documents: Sequence[str]

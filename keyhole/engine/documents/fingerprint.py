@@ -19,10 +19,10 @@ _SAMPLES = 64
 def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None) -> dict[str, str]:
     """What a stored record depends on, by name; a record with any other value is foreign.
 
-    Not the config's other numbers, such as the epsilon of a norm: versions of transformers may
-    store them differently, and records of one and the same model would be foreign.
-    kv_dtype: of the engine's keys and values; records in the model's own dtype do not name it.
-    adapter: the name of the LoRA adapter that encodes; its numbers count, not its name.
+    Other numbers of the config, such as the epsilon of a norm, are left out: versions of
+    transformers may store them differently, so that records of the same model would count as
+    foreign. kv_dtype: of the engine's keys and values; records in the model's own dtype do not name
+    it. adapter: the name of the LoRA adapter that encodes; its numbers count, not its name.
     """
     config = model.network.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)

@@ -28,7 +28,7 @@ class HotBlocks:
         self._blocks: OrderedDict[BlockKey, Rows] = OrderedDict()
 
     def get(self, key: BlockKey) -> Rows | None:
-        """The rows of a block, which must not be changed; None if they are nowhere here."""
+        """The rows of a block, which must not be changed; None if they are not kept here."""
         found = self._blocks.get(key)
         if found is not None:
             self._blocks.move_to_end(key)

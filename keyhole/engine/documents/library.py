@@ -44,12 +44,13 @@ def _silent(done: int, tokens: int) -> None:
 class Documents:
     """The documents of one store, encoded by one model.
 
-    place: a folder, or any URL that fsspec knows. limit_bytes: the least recently used records go
-    when there is more; None: no limit. check: as for `DocumentStore`.
+    place: a folder, or any URL that fsspec supports. limit_bytes: size limit of the store, above
+    which the least recently used records are evicted; None: no limit. check: as for
+    `DocumentStore`.
     retriever: finds documents for methods that open only some of them; by default BM25 over their
     texts. Set an `EmbeddingSearch` to compare vectors instead.
-    adapter: the LoRA adapter that they are encoded with, whose requests alone can use them; None:
-    the model alone.
+    adapter: name of the LoRA adapter that documents are encoded with, so that only requests with
+    this adapter can use them; None: the base model.
     ConfigError for a model whose positions cannot be shifted.
     """
 
@@ -87,13 +88,13 @@ class Documents:
     ) -> DocumentInfo:
         """Encodes a document and stores it under `name`.
 
-        text: text, or {"prompt_token_ids": [...]}. pinned: never evicted; None: as before.
-        block_size: tokens of a block, by which methods choose. Known under this name with another
-        text: an error unless `overwrite`; with the same text: nothing is done. metadata: JSON that
-        is kept with it; None: that of the same text before. progress: called while it is encoded,
-        between requests of other threads, with the tokens that are done and all; what it raises
-        ends the work. RequestError for an empty document, PromptTooLongError for one that the model
-        cannot take.
+        text: text, or {"prompt_token_ids": [...]}. If `name` is stored with the same text, nothing
+        is encoded; if it is stored with another one, ConfigError unless `overwrite`. block_size:
+        tokens per block, the unit that methods select. pinned: never evict it; None: as before.
+        metadata: JSON stored with it; None: as before, for the same text. progress: called during
+        encoding with the number of encoded tokens and of all tokens; an exception that it raises
+        ends the encoding. RequestError for an empty document, PromptTooLongError for one that the
+        model cannot take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
         ids = given_ids(f"document {name!r}", text)
@@ -136,10 +137,10 @@ class Documents:
     def verify(
         self, names: Sequence[str] | None = None, *, repair: bool = False
     ) -> builtins.list[Problem]:
-        """The damaged documents and those of another model, among `names` or all.
+        """The documents that are damaged or encoded by another model, among `names` or all.
 
-        Of those that are named, also the ones whose record was evicted. repair: encode these again
-        from their texts, where those are whole. What was repaired is in the list too.
+        Documents whose record was evicted are included only if they are named. repair: encode the
+        documents again whose texts are intact; the list includes those that were repaired.
         """
         problems = self.store.verify(names)
         if repair:
@@ -155,9 +156,9 @@ class Documents:
     def choose(self, question: str, names: Sequence[str], max_documents: int) -> builtins.list[str]:
         """The `max_documents` of `names` that match the question best, in the order of `names`.
 
-        Asks `retriever`, and opens no record. Documents that it does not find are taken in order
-        until there are as many; a name that occurs twice counts once, and stays twice.
-        UnknownNameError for a name that is not stored, with the nearest one.
+        Asks `retriever`, and opens no record. If it finds fewer, other documents are added in
+        order. A name that occurs twice counts once, and both occurrences stay. UnknownNameError for
+        a name that is not stored, with the nearest one.
         """
         wanted = dict.fromkeys(names)
         known = {info.name: info for info in self.list()}
@@ -186,8 +187,8 @@ class Documents:
     ) -> builtins.list[StoredDocument]:
         """Opens documents of different names; they cannot be deleted until they are closed.
 
-        with_head: with the keys of this engine's retrieval head, if it has one that needs features.
-        A document that was stored without them is encoded again, once, and stored with them.
+        with_head: include the keys of this engine's retrieval head, if it has one that reads
+        features. A document that was stored without them is encoded again and stored with them.
         """
         head_runner = self._engine.head_runner if with_head else None
         head = None if head_runner is None else head_runner.stored_as
@@ -214,8 +215,8 @@ class Documents:
         except ConfigError as error:  # for example, a read-only store
             raise ConfigError(
                 f"document {name!r} was stored without keys of this retrieval head, and they "
-                f"cannot be added: {error}; let it be asked once where the place can be written, "
-                "or choose another policy"
+                f"cannot be added: {error}; ask about it once where the store is writable, or "
+                "use another policy"
             ) from error
 
     def _encode(
@@ -299,8 +300,8 @@ class Documents:
             longest, reason = rope.threshold, rope.reason
         if len(tokens) >= longest:
             raise PromptTooLongError(
-                f"document {name!r} has {len(tokens)} tokens, this model takes at most "
-                f"{longest - 1} in one piece ({reason}); cut it"
+                f"document {name!r} has {len(tokens)} tokens, but this model takes at most "
+                f"{longest - 1} ({reason}); split it into parts"
             )
         return tokens
 

@@ -44,11 +44,11 @@ def assemble(
 ) -> DocumentPrompt:
     """The prompt: prefix, documents in order with a separator between them, question.
 
-    Every part is tokenised alone, so that it contains the stored tokens unchanged. Documents stay
-    open until `stack` is closed; if the caller does not hold the engine's lock, other threads'
-    steps continue while they are opened. chat: prefix, documents and question are the user's
-    message of the model's chat template. With `Reuse.document_limit` only as many documents are
-    opened and placed.
+    Every part is tokenised by itself, so that the stored tokens stay unchanged. Documents stay open
+    until `stack` is closed; if the caller does not hold the engine's lock, other threads' steps
+    continue while they are opened. chat: prefix, documents and question are the user's message of
+    the model's chat template. With `Reuse.document_limit` only as many documents are opened and
+    placed.
     """
     tokenizer = engine.model.tokenizer
     if isinstance(question, str) and not question.strip():
@@ -91,8 +91,8 @@ def _text_of(tokenizer: Any, question: Prompt) -> str:
         return str(question)
     if tokenizer is None:
         raise RequestError(
-            "documents are compared with the text of a question, and this model has no tokenizer; "
-            "leave max_documents out"
+            "max_documents compares documents with the text of the question, but this model has "
+            "no tokenizer; leave it out"
         )
     return str(tokenizer.decode(ids))
 
@@ -101,7 +101,7 @@ def _in_chat(tokenizer: Any, prefix: Prompt, question: Prompt) -> tuple[str, str
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; leave chat out")
     if not isinstance(prefix, str) or not isinstance(question, str):
-        raise RequestError("a chat's prefix and question are text, not token ids")
+        raise RequestError("with chat, prefix and question must be text, not token ids")
     message = {"role": "user", "content": f"{prefix}{_MARK}{question}"}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     before, mark, after = text.partition(_MARK)

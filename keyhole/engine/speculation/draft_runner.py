@@ -201,7 +201,7 @@ def load_draft(folder: str | None, model: Model) -> DraftModel:
     place = folder or model.draft
     if place is None:
         raise ConfigError(
-            f"draft='eagle3' needs a draft model, and {model.name!r} has no folder "
+            f"draft='eagle3' needs a draft model, but {model.name!r} has no folder "
             f"{DRAFT_FOLDER!r}; name one as draft='eagle3:FOLDER'"
         )
     return speed_up_draft(DraftModel.from_eagle3(place, model.network), model.device)

@@ -28,7 +28,7 @@ class Proposer(Protocol):
     """What proposes tokens from a sequence's own."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` (at least 1) tokens to follow those of the sequence; none: no idea."""
+        """At most `most` (at least 1) tokens to follow those of the sequence; else none."""
         ...
 
 
@@ -101,7 +101,7 @@ def require_exact(
     by_model = config.drafts_by_model
     why = _why_not(policy, geometry, None if by_model else head)
     if why is None and by_model and getattr(policy, "head", None) is not None:
-        why = "the draft model is the retrieval head, and the policy names another as head="
+        why = "the draft model is the retrieval head, but the policy names another with head="
     if why is not None:
         raise ConfigError(
             f"draft= cannot be used with policy {policy.name!r}: {why}; leave draft out, or use a "

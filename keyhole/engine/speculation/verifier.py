@@ -81,8 +81,8 @@ class Verifier:
             if not is_good:
                 place = len(sequence.tokens)
                 sequence.error = NumericalError(
-                    f"the model gave NaN or infinite logits after {place} tokens; try "
-                    "dtype='float32' or check the checkpoint"
+                    f"the model computed NaN or infinite logits after {place} tokens; try "
+                    "dtype='float32', or check the checkpoint"
                 )
                 self.finish(sequence, "error")
                 continue

@@ -162,7 +162,7 @@ class BatchFolder:
             known = json.loads(self._files.cat_file(path))["input"]
             if known != manifest:
                 raise ConfigError(
-                    f"{self.place!r} has answers to other lines than those of {source!r}; name "
+                    f"{self.place!r} has answers to requests that are not in {source!r}; name "
                     "another output"
                 )
             return

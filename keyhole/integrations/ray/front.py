@@ -148,10 +148,15 @@ def _error(status: int, message: str, code: str, kind: str = "server_error") -> 
     return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": "1"})
 
 
-_DIED = _error(503, "the replica that answered this ended; send it again", "replica_died")
-_UNAVAILABLE = _error(503, "no replica can be started; its log says why", "unavailable")
+_DIED = _error(503, "the replica with this request died; send it again", "replica_died")
+_UNAVAILABLE = _error(
+    503, "no replica can be started; the log of the replica has the reason", "unavailable"
+)
 _FULL = _error(
-    429, "every replica is full, and as many requests wait as may", "queue_full", "rate_limit_error"
+    429,
+    "every replica is full, and no more requests may wait; try again later",
+    "queue_full",
+    "rate_limit_error",
 )
 
 

@@ -48,7 +48,8 @@ def make_llm(settings: RaySettings) -> LLM:
         if infos and not any(info.encoded for info in infos):
             raise ConfigError(
                 f"none of the {len(infos)} documents at {settings.documents!r} was encoded by "
-                f"{settings.model!r}; name its own store, or store them again by it"
+                f"{settings.model!r}; give this model a store of its own, or encode them again "
+                "with it"
             )
     return llm
 

@@ -40,22 +40,22 @@ _MODEL = {
     "documents_limit": "size limit of the store, such as 20GiB",
 }
 _ACTOR = {
-    "num_cpus": "CPUs of a replica, and threads that it computes with",
-    "num_gpus": "GPUs of a replica, also a fraction",
+    "num_cpus": "CPUs per replica, and its number of threads",
+    "num_gpus": "GPUs per replica, which may be a fraction",
 }
 _AUTOSCALING = {
-    "min_replicas": "with num_replicas=auto, at least so many",
-    "max_replicas": "with num_replicas=auto, at most so many",
-    "target_ongoing_requests": "requests of a replica beyond which there will be more; max_batch",
+    "min_replicas": "smallest number with num_replicas=auto",
+    "max_replicas": "largest number with num_replicas=auto",
+    "target_ongoing_requests": "requests per replica above which replicas are added; max_batch",
 }
 _DEPLOYMENT = {
-    "autoscaling_config": "with num_replicas=auto, Serve's others, such as upscale_delay_s",
+    "autoscaling_config": "Serve's other settings of num_replicas=auto, such as upscale_delay_s",
     "num_replicas": "a number, or auto: as many as the requests need",
-    "ray_actor_options": "other options of a replica's actor, such as resources, runtime_env",
-    "placement_group_bundles": "of each replica",
+    "ray_actor_options": "other options of a replica's actor, such as resources or runtime_env",
+    "placement_group_bundles": "resources of each replica",
     "placement_group_strategy": "PACK, SPREAD, STRICT_PACK or STRICT_SPREAD",
-    "max_replicas_per_node": "at most so many on one machine",
-    "max_ongoing_requests": "requests that a replica takes at once; twice max_batch",
+    "max_replicas_per_node": "largest number on one machine",
+    "max_ongoing_requests": "requests that a replica accepts at once; twice max_batch",
 }
 
 
@@ -121,7 +121,7 @@ def _texts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_name(name: str, known: list[str]) -> None:
     if name in _RAYS:
-        raise ConfigError(f"{name} is not Keyhole's here; set it in {_RAYS[name]}")
+        raise ConfigError(f"{name} is a setting of Ray Serve; set it in {_RAYS[name]}")
     require_known("setting", name, known)
 
 

@@ -326,8 +326,8 @@ def check_layer(layer: Attention, adapter: Adapter, number: int) -> None:
     per_head = policy.name == "quest"
     for wrong, reason in (
         (layer.kv_sharing_target_layer_name is not None, "shares its keys with another layer"),
-        (impl.alibi_slopes is not None, "has ALiBi: positions would be those within the selection"),
-        (per_head and impl.sinks is not None, "has sinks, which lists per KV head cannot keep"),
+        (impl.alibi_slopes is not None, "has ALiBi, whose distances a selection would change"),
+        (per_head and impl.sinks is not None, "has sinks, which need one list for all KV heads"),
         (
             adapter.reads_keys and not impl.knows_layout(layer, adapter.geometry.page_size),
             "has pages whose layout Keyhole does not read (a CPU with AMX in 16 bits)",

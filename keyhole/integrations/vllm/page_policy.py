@@ -123,22 +123,22 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
         (
             cls.sequence_state is not Policy.sequence_state
             or cls.sequence_numbers is not Policy.sequence_numbers,
-            "keeps data of each sequence, and vLLM has a place for data of pages only",
+            "keeps data per sequence, but in vLLM data can only be kept per page",
         ),
-        (cls.page_limit is not Policy.page_limit, "evicts pages, which vLLM's scheduler owns"),
+        (cls.page_limit is not Policy.page_limit, "evicts pages, which only vLLM's scheduler may"),
         (
             policy.reads_queries or not policy.shares_pages,
-            "needs the queries of a prompt, and vLLM's cached prefixes have none",
+            "needs the queries of a prompt, but vLLM does not cache those of prefixes",
         ),
         (policy.selects_by_own_scores, "scores every key of every layer"),
         (cls.low_rank is not Policy.low_rank, "attends to low-rank keys"),
         (
             getattr(policy, "keep_generated", False),
-            "reads all generated tokens (keep_generated), and vLLM does not say which these are",
+            "reads all generated tokens (keep_generated), but vLLM does not tell which these are",
         ),
         (
             policy.name in ("tidal_decode", "random"),
-            "selects single tokens, and vLLM reads whole pages",
+            "selects single tokens, but vLLM reads whole pages",
         ),
     ]
 

@@ -99,7 +99,7 @@ def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
     yield model.use_mla, "this model has latent attention (MLA)"
     yield model.runner_type != "generate", "this model does not generate (embedding, encoder)"
     yield model.is_encoder_decoder, "this is an encoder-decoder model"
-    yield model.is_mm_prefix_lm, "this model attends both ways within images (prefix LM)"
+    yield model.is_mm_prefix_lm, "this model has bidirectional attention within images (prefix LM)"
     yield kv_dtype not in _KV_DTYPES, f"a KV cache of type {kv_dtype!r}; give one of {_KV_DTYPES}"
     yield parallel.pipeline_parallel_size > 1, "pipeline parallelism; layers share selections"
     yield (
@@ -113,7 +113,7 @@ def refusals(config: VllmConfig, policy: Policy) -> Iterator[tuple[bool, str]]:
     )
     yield (
         config.kv_transfer_config is not None and type(policy).page_data is not Policy.page_data,
-        "pages that a KV connector brings have no data of this policy",
+        "pages loaded by a KV connector would lack the data of this policy",
     )
     backend = config.attention_config.backend
     yield not _extends(backend), f"the attention backend {getattr(backend, 'name', backend)}"

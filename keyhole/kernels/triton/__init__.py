@@ -102,7 +102,7 @@ def usable() -> bool:
         operation("append")(pages, None, pages[0], None, slots)
     except Exception as error:  # noqa: BLE001 - no C compiler, another Triton: torch computes
         warnings.warn(
-            f"Triton cannot run here, attention is computed by plain PyTorch: {error}",
+            f"Triton cannot run here, so attention is computed by plain PyTorch: {error}",
             RuntimeWarning,
             stacklevel=2,
         )

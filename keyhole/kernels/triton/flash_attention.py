@@ -109,7 +109,7 @@ def version() -> str | None:
         if wanted and _why_not(wanted) is None:
             attention.activate_flash_attention_impl(wanted)
     except Exception as error:  # noqa: BLE001 - our own kernels compute instead
-        _warn(f"{wanted} cannot be activated, {error}")
+        _warn(f"{wanted} cannot be activated: {error}")
         return None
     active = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if wanted and active != wanted:
@@ -192,7 +192,7 @@ def _is_right(dtype: torch.dtype, group: int, dim: int, size: int) -> bool:
 
 def _warn(why: str) -> None:
     warnings.warn(
-        f"FlashAttention over pages cannot be used here, our own kernels do its work: {why}",
+        f"FlashAttention over pages cannot be used here, Keyhole's own kernels replace it: {why}",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -243,7 +243,8 @@ def measured(layers: Sequence[Any]) -> Choice:
             return _measured(layers)
     except Exception as error:  # noqa: BLE001 - another Triton: transformers' code computes
         warnings.warn(
-            f"decode steps take more launches than they could, fused layers failed: {error}",
+            f"decode steps launch more kernels than necessary, because fusing layers failed: "
+            f"{error}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -53,7 +53,7 @@ def adapt(network: nn.Module, name: str) -> None:
         if layer not in numbers:
             raise ModelError(
                 f"layer {layer} of model {name!r} keeps its recurrent state in the module, for one "
-                "batch at a time, and not in transformers' cache, where each sequence has its own"
+                "batch at a time, instead of in transformers' cache, per sequence"
             )
 
 
@@ -61,13 +61,13 @@ def _check(name: str, config: EngineConfig) -> None:
     """ConfigError for settings that a model with recurrent layers cannot have."""
     if config.offload is not None:
         raise ConfigError(
-            f"offload={config.offload!r} is not available for model {name!r}: the plan of its "
-            "memory does not contain the recurrent state of its layers; leave it out"
+            f"offload={config.offload!r} cannot be used with model {name!r}, which has recurrent "
+            "layers; leave it out"
         )
     if config.prefix_store is not None:
         raise ConfigError(
-            f"prefix_store={config.prefix_store!r} is not available for model {name!r}: it would "
-            "need the recurrent states of its prefixes, which are kept in memory only; leave it out"
+            f"prefix_store={config.prefix_store!r} cannot be used with model {name!r}, because "
+            "recurrent states of prefixes are kept in memory only; leave it out"
         )
 
 
@@ -145,8 +145,8 @@ def _packed(cls: type[nn.Module]) -> type[nn.Module]:
         step = past.batch.recurrent
         if step is None:
             raise ConfigError(
-                f"{cls.__name__} keeps a recurrent state per sequence, which only the engine has; "
-                "use the model through keyhole.LLM"
+                f"{cls.__name__} keeps a recurrent state per sequence; use the model through "
+                "keyhole.LLM"
             )
         hidden = given.pop(parameters[0])
         rest = {key: None if key.endswith("mask") else value for key, value in given.items()}

@@ -131,8 +131,8 @@ def _with_embeddings(
         return kept
     if rows > before and not all(sizes) and head.weight is not embedding.weight:
         raise ModelError(
-            f"the adapter {str(adapter)!r} has {rows - before} tokens that its base lacks, and "
-            "either no embedding or no output layer for them; save it again with "
+            f"the adapter {str(adapter)!r} has {rows - before} tokens that its base lacks, but "
+            "lacks an embedding or an output layer for them; save it again with "
             "save_embedding_layers=True"
         )
     network.resize_token_embeddings(rows, mean_resizing=False)
@@ -164,8 +164,8 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
         )
     if families.recurrent_layers(network.config):
         raise ConfigError(
-            f"adapters= cannot be used with {base!r}, which has recurrent layers; give the folder "
-            "of one adapter as the model, which merges it"
+            f"adapters= cannot be used with {base!r}, which has recurrent layers; to merge one "
+            "adapter, give its folder as the model"
         )
     digests: dict[str, str] = {}
     layers: dict[str, list[AdapterMatrices]] = {}
@@ -217,10 +217,10 @@ def _require_plain(config: Any, folder: Path) -> None:
     }
     for name, what in more.items():
         if getattr(config, name, None):
-            raise _unsuitable(folder, f"it has {what} ({name}) besides low-rank products")
+            raise _unsuitable(folder, f"it has {what} ({name}) besides low-rank matrices")
     start = str(config.init_lora_weights).lower()
     if start.startswith(_CHANGES_BASE):
-        why = f"its base weights are changed, too (init_lora_weights={start!r})"
+        why = f"it also changes the base weights (init_lora_weights={start!r})"
         raise _unsuitable(folder, why)
     if config.bias != "none":
         raise _unsuitable(folder, f"it changes biases (bias={config.bias!r})")
@@ -234,7 +234,7 @@ def _low_rank(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     kept = {name: weight for name, weight in weights.items() if ".base_layer." not in name}
     other = next((name for name in sorted(kept) if ".lora_" not in name), None)
     if other is not None:
-        raise _unsuitable(folder, f"it has {other.removeprefix(_ROOT)} besides low-rank products")
+        raise _unsuitable(folder, f"it has {other.removeprefix(_ROOT)} besides low-rank matrices")
     return kept
 
 
@@ -251,8 +251,8 @@ def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
 
 def _unsuitable(folder: Path, why: str) -> ModelError:
     return ModelError(
-        f"the adapter {str(folder)!r} cannot be chosen by single requests: {why}; give its folder "
-        "as the model, which merges it"
+        f"the adapter {str(folder)!r} cannot be applied to single requests: {why}; to merge it, "
+        "give its folder as the model"
     )
 
 
@@ -268,8 +268,8 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
         if config.peft_type != peft.PeftType.LORA:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
-                f"the adapter {str(adapter)!r} is of the kind {kind}, which "
-                "cannot be merged into weights; LORA can"
+                f"the adapter {str(adapter)!r} is of type {kind}, which cannot be merged into the "
+                "weights; only LORA can"
             )
         weights = peft.load_peft_weights(str(adapter), device="cpu")
         if alone:

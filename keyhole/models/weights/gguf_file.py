@@ -45,7 +45,7 @@ from keyhole.models.weights.packing import (
 )
 
 #: What helps where a GGUF file cannot be read.
-DAMAGED = "the file may be damaged or cut short: get it again, or give the original checkpoint"
+DAMAGED = "the file may be damaged or truncated; download it again, or use the original checkpoint"
 
 _WEIGHT = ".weight"
 #: Architectures that transformers' list has under another name, and its processors under this one.
@@ -167,9 +167,9 @@ def require_places(path: Path, config: Any) -> None:
         is_known = name in file.names or name.removesuffix(_WEIGHT) in file.names
         if not is_known and not name.startswith(gguf_rope.TENSORS):
             raise ModelError(
-                f"the file {str(path)!r} has a tensor {name!r}, for which transformers' "
-                f"{config.model_type} has no place when it reads a GGUF file; give the model's "
-                "folder or hub id instead"
+                f"the file {str(path)!r} has a tensor {name!r}, which transformers ignores when it "
+                f"reads a GGUF file of the family {config.model_type}; give the model's folder or "
+                "hub id instead"
             )
 
 
@@ -199,7 +199,7 @@ def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[An
     )
     network.__class__ = family
     network.config.name_or_path = str(path.parent)
-    logging.getLogger("keyhole").info("%d matrices of %s stay in their blocks", len(kept), path)
+    logging.getLogger("keyhole").info("%d matrices of %s stay quantised", len(kept), path)
     return network, report
 
 

@@ -245,9 +245,9 @@ def _require_linear(network: Any, wanted: WeightFormat, name: str) -> None:
     if left > (1 - _LEAST) * total:
         largest = max(rest, key=lambda key: rest[key].numel())
         raise ModelError(
-            f"weights {wanted.name!r} pack linear layers whose inputs are a multiple of "
-            f"{max(BLOCK, wanted.group_size)}; {left / total:.0%} of the weights of {name!r} are "
-            f"in others, the largest is {largest} {list(rest[largest].shape)}"
+            f"weights {wanted.name!r} need linear layers with a multiple of "
+            f"{max(BLOCK, wanted.group_size)} inputs; {left / total:.0%} of the weights of "
+            f"{name!r} are in others, the largest in {largest} {list(rest[largest].shape)}"
         )
 
 

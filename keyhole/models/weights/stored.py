@@ -21,8 +21,8 @@ def require_known(config: Any, name: str) -> None:
     if stored is not None and not AutoHfQuantizer.supports_quant_method(_fields(stored)):
         method = _fields(stored).get("quant_method")
         raise ModelError(
-            f"the weights of {name!r} are stored as {method!r}, which this transformers does not "
-            "know: give another checkpoint of the model, or a newer transformers"
+            f"the weights of {name!r} are stored as {method!r}, which this version of transformers "
+            "does not support; use another checkpoint of the model, or a newer transformers"
         )
 
 
@@ -33,15 +33,14 @@ def require_suitable(config: Any, weights: str | None, name: str) -> None:
     """
     if weights == DEQUANTISED:
         raise ConfigError(
-            f"weights {weights!r} is for GGUF files, whose blocks are kept otherwise; {name!r} is "
-            "none: leave it out"
+            f"weights {weights!r} is for GGUF files, and {name!r} is not one; leave it out"
         )
     stored = getattr(config, "quantization_config", None)
     if weights is not None and stored is not None:
         method = _fields(stored).get("quant_method")
         raise ConfigError(
-            f"the weights of {name!r} are stored as {method} already: leave weights {weights!r} "
-            "out, or give the checkpoint that they were made of"
+            f"the weights of {name!r} are already stored as {method}; leave weights {weights!r} "
+            "out, or give the checkpoint that they were made from"
         )
 
 
@@ -58,7 +57,7 @@ def require_scales_used(config: Any, unused: Iterable[str], name: str) -> None:
     if scales and getattr(config, "quantization_config", None) is None:
         raise ModelError(
             f"the weights of {name!r} are quantised (the first scale is {scales[0]}), but its "
-            "config has no quantization_config that says how: give the config that belongs to them"
+            "config has no quantization_config that says how; give the config that belongs to them"
         )
 
 

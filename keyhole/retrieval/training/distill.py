@@ -206,11 +206,11 @@ def _readable(draft: DraftModel, network: Any, place: str) -> DraftModel:
     output, shape, head = network.get_output_embeddings().weight, draft.shape, draft.head.config
     layer = shape.norm_before_residual or shape.norm_output or shape.output_bias or head.bias
     if layer or head.own_embedding or head.qk_norm or head.input_norm or head.rope_scaling:
-        raise ConfigError(f"--start {place!r} is not a draft of the form that train-head writes")
+        raise ConfigError(f"--start {place!r} is not a draft written by `keyhole train-head`")
     if draft.lm_head.weight.shape != output.shape or not torch.equal(draft.lm_head.weight, output):
         raise ConfigError(
-            f"--start {place!r} is a draft with an output matrix of its own; only drafts over the "
-            "model's can be trained further"
+            f"--start {place!r} is a draft with an output matrix of its own; only drafts that use "
+            "the model's can be trained further"
         )
     return draft
 

@@ -168,7 +168,7 @@ def _run(network: Any, token_ids: Tensor, record: GateRecord) -> None:
     """Fills the record. NumericalError for NaN."""
     run_recorded(network, token_ids, record, use_cache=False, logits_to_keep=record.rows[:1])
     if not all(targets.peak.isfinite().all() for targets in record.layers.values()):
-        raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
+        raise NumericalError(f"the model computes NaN for a text of {len(token_ids)} tokens")
 
 
 def _first_gate(network: Any, block_size: int, device: torch.device) -> SeerGate:
@@ -178,15 +178,15 @@ def _first_gate(network: Any, block_size: int, device: torch.device) -> SeerGate
     """
     if getattr(network.config, "kv_lora_rank", None) is not None:
         raise ConfigError(
-            "a gate cannot be trained for a model with MLA (multi-head latent attention): its "
-            "attention is not over the latents that are cached; use quest or delta"
+            "a gate cannot be trained for a model with MLA (multi-head latent attention); use "
+            "quest or delta"
         )
     token_ids = torch.zeros(2, dtype=torch.int64, device=device)
     record = GateRecord(token_ids[:1], block_size)
     with torch.no_grad():
         run_recorded(network, token_ids, record, use_cache=False, logits_to_keep=1)
     if not record.layers:
-        raise ConfigError("a gate selects for layers with full attention, and this model has none")
+        raise ConfigError("a gate needs layers with full attention, but this model has none")
     layers = {number: mean_key_layer(targets) for number, targets in record.layers.items()}
     return SeerGate(layers, block_size)
 

@@ -208,7 +208,7 @@ def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Ten
             **{NAME: _SoftSelection(logs, targets.rows)},
         )
     if not out.logits.isfinite().all():
-        raise NumericalError(f"the target gives NaN under gates on a text of {length} tokens")
+        raise NumericalError(f"with gates the model computes NaN for a text of {length} tokens")
     logits: Tensor = out.logits[0].float()
     return logits
 

@@ -1,6 +1,6 @@
-"""A training run between two steps: texts, optimizer and state, for whatever is trained.
+"""A training run: texts, optimizer and state between two steps, for a head, draft or gate.
 
-Every step is given by the seed and its number, so that a resumed run uses the same texts and
+Every step is determined by the seed and its number, so that a resumed run uses the same texts and
 reaches the same weights.
 """
 
@@ -101,8 +101,8 @@ class TrainingRun(ABC):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             raise NumericalError(
-                f"the loss of step {self.step} is {losses[-1]} and its gradient {float(norm)}; a "
-                "lower learning_rate may help"
+                f"in step {self.step} the loss is {losses[-1]} and the norm of the gradient "
+                f"{float(norm)}; try a lower learning_rate"
             )
         factor = rate(self.tokens / config.tokens)
         for optimizer in self._optimizers:
@@ -133,26 +133,23 @@ class TrainingRun(ABC):
         """
         if state.keys() != self.state().keys():
             raise ConfigError(
-                "the run that is to be resumed was made by another version of Keyhole; start a new "
-                "one in another output folder"
+                "the run to resume was made by another version of Keyhole; start a new one in "
+                "another output folder"
             )
         for name, value in dataclasses.asdict(self.config).items():
             old = state["config"].get(name)
             old = tuple(old) if isinstance(old, list) else old
-            require(old == value, name, value, f"{old!r}, as in the run that is to be resumed")
+            require(old == value, name, value, f"{old!r}, as in the run to resume")
         old, corpus = state["data"], self._corpus
         if old["digest"] != corpus.digest:
             raise ConfigError(
-                f"the run that is to be resumed was made with {old['name']} (sha256 "
-                f"{old['digest'][:12]}), and {corpus.name} (sha256 {corpus.digest[:12]}) has "
-                "different texts"
+                f"the run to resume was made with {old['name']} (sha256 {old['digest'][:12]}), but "
+                f"{corpus.name} (sha256 {corpus.digest[:12]}) has other texts"
             )
         try:
             self.module.load_state_dict(state["weights"])
         except RuntimeError as error:
-            raise ConfigError(
-                "the run that is to be resumed was made for a model of another shape"
-            ) from error
+            raise ConfigError("the run to resume was made for a model of another shape") from error
         for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         self.step, self.tokens = state["step"], state["tokens"]

@@ -137,11 +137,11 @@ class Teacher:
         )
         if record.total is None:
             raise ConfigError(
-                "a retrieval head selects for layers with full attention, and this model has none"
+                "a retrieval head needs layers with full attention, but this model has none"
             )
         mass = record.total / record.num_layers
         if not (mass.isfinite().all() and out.logits.isfinite().all()):
-            raise NumericalError(f"the target gives NaN on a text of {len(token_ids)} tokens")
+            raise NumericalError(f"the model computes NaN for a text of {len(token_ids)} tokens")
         logits = out.logits[0].float()[back].unflatten(0, (len(rows), -1)) if logit_steps else None
         hidden = tuple(out.hidden_states[layer][0].float() for layer in self._layers)
         own, *after = (mass[:, some] for some in place)

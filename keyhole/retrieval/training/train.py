@@ -121,7 +121,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         if folder.is_dir():
             new.unlink(missing_ok=True)
         raise ConfigError(
-            f"no snapshot can be written to {str(folder)!r}: {error}; free disk space, or choose "
+            f"the snapshot cannot be written to {str(folder)!r}: {error}; free disk space, or use "
             "another output folder"
         ) from error
 
@@ -137,13 +137,11 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
     """The state to resume from, None for a new run."""
     path = folder / SNAPSHOT
     if (folder / "config.json").is_file() and not path.is_file():
-        raise ConfigError(
-            f"{str(folder)!r} holds a finished head or gate; choose another output folder"
-        )
+        raise ConfigError(f"{str(folder)!r} has a finished head or gate; use another output folder")
     if not resume:
         if path.is_file():
             raise ConfigError(
-                f"{str(folder)!r} holds an unfinished run; resume it or choose another "
+                f"{str(folder)!r} has an unfinished run; continue it with --resume, or use another "
                 "output folder"
             )
         return None
@@ -152,13 +150,13 @@ def _found(folder: Path, resume: bool) -> dict[str, Any] | None:
         _ = state["config"], state["weights"]
         return state
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} holds no run to resume") from error
+        raise ConfigError(f"{str(folder)!r} has no run to resume") from error
     except OSError as error:
         raise ConfigError(f"the snapshot {str(path)!r} cannot be read: {why(error)}") from error
     except _DAMAGED as error:  # without torch's text, whose advice is to load it unsafely
         raise ConfigError(
-            f"the snapshot {str(path)!r} is damaged, or no snapshot of a training "
-            f"({type(error).__name__}); begin again in another folder"
+            f"the snapshot {str(path)!r} is damaged, or not a snapshot of `keyhole train-head` "
+            f"({type(error).__name__}); start again in another folder"
         ) from error
 
 
@@ -173,7 +171,7 @@ def config_of(folder: str | Path) -> TrainingConfig | None:
     except TypeError as error:
         raise ConfigError(
             f"the run in {str(folder)!r} was made by another version of Keyhole ({error}); finish "
-            "it with that one, or begin again in another folder"
+            "it with that version, or start again in another folder"
         ) from error
 
 

@@ -228,6 +228,6 @@ def _ids(text: object, tokenizer: Any, vocab_size: int, where: str) -> list[int]
     wrong = [token for token in text if not 0 <= token < vocab_size]
     if wrong:
         raise ConfigError(
-            f"{where} has the token id {wrong[0]}; the model's are 0 to {vocab_size - 1}"
+            f"{where} has token id {wrong[0]}, but those of the model are 0 to {vocab_size - 1}"
         )
     return text

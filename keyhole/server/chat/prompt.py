@@ -109,8 +109,8 @@ def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Prepared
         if tool_format is None:
             raise ApiError(
                 400,
-                "this model's chat template writes calls of tools in none of the known formats; "
-                "start the server with --tool-parser, or leave tools out",
+                "this model's chat template writes tool calls in an unknown format; start the "
+                "server with --tool-parser, or leave tools out",
                 param="tools",
             )
     inside = markers is not None and text.rstrip().endswith(markers.begin)
@@ -194,7 +194,7 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parsed_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{call!r} is not a call of a function", param="messages")
+        raise ApiError(400, f"{call!r} is not a function call", param="messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:

@@ -7,6 +7,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import PurePath
 
+from keyhole.config import bytes_text
 from keyhole.server.errors import ApiError
 
 _TEXT = {".txt", ".md", ".markdown"}
@@ -28,7 +29,9 @@ def text_of(filename: str, data: bytes) -> str:
         return decoded(data)
     if ending not in _CONVERTED:
         known = ", ".join(sorted(_TEXT | _CONVERTED.keys()))
-        raise ApiError(415, f"a file {filename!r} cannot be read; known are {known}", param="file")
+        raise ApiError(
+            415, f"the file {filename!r} has none of the supported formats: {known}", param="file"
+        )
     if find_spec("markitdown") is None:
         raise ApiError(
             415,
@@ -46,7 +49,7 @@ def decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the document is not text in UTF-8: {error}") from error
+        raise ApiError(400, f"the document is not UTF-8 text: {error}") from error
 
 
 def _check_archive(filename: str, data: bytes) -> None:
@@ -58,7 +61,9 @@ def _check_archive(filename: str, data: bytes) -> None:
     most = MOST_GROWTH * len(data)
     if size > most:
         raise ApiError(
-            413, f"{filename!r} unpacks to {size} bytes, at most {most} are taken", param="file"
+            413,
+            f"{filename!r} unpacks to {bytes_text(size)}; at most {bytes_text(most)} are allowed",
+            param="file",
         )
 
 
@@ -77,5 +82,5 @@ def _converted(filename: str, ending: str, data: bytes) -> str:
         reason = lines[-1] if lines else type(error).__name__
         raise ApiError(400, f"{filename!r} cannot be read: {reason}", param="file") from error
     if not text.strip():
-        raise ApiError(400, f"{filename!r} has no text, such as a scan", param="file")
+        raise ApiError(400, f"{filename!r} has no text; it may be a scan", param="file")
     return str(text)

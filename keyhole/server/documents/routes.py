@@ -37,9 +37,9 @@ _PUT = {
 #: Statuses of a stored document.
 _STORED: dict[str, Any] = {
     "status_code": 201,
-    "responses": {202: {"description": "taken, and encoded later: `wait` was false"}},
+    "responses": {202: {"description": "accepted, to be encoded later: `wait` was false"}},
 }
-_NOT_ENCODED = "another model encoded it, this one has not; store it again"
+_NOT_ENCODED = "it was encoded by another model only; store it again"
 _EVICTED = "its record was evicted; store it again"
 
 
@@ -71,7 +71,9 @@ async def post(
     """Stores a file: text, Markdown, HTML, PDF or DOCX. name: by default that of the file."""
     filename = file.filename or ""
     if len((await request.form()).getlist("file")) > 1:
-        raise ApiError(400, "one file at a time; send each in a request of its own", param="file")
+        raise ApiError(
+            400, "only one file per request; send each in a request of its own", param="file"
+        )
     try:
         described = None if metadata is None else json.loads(metadata)
     except ValueError as error:
@@ -207,7 +209,7 @@ def _caller(request: Request, state: State) -> str:
 def _marked(metadata: Mapping[str, Any] | None, caller: str) -> dict[str, Any] | None:
     """Metadata with the caller; ApiError if the client sends this field itself."""
     if metadata is not None and _MARK in metadata:
-        raise ApiError(400, f"metadata may not have the name {_MARK!r}", param="metadata")
+        raise ApiError(400, f"the key {_MARK!r} is reserved in metadata", param="metadata")
     if not caller:
         return None if metadata is None else dict(metadata)
     return {**(metadata or {}), _MARK: caller}
@@ -235,7 +237,7 @@ async def _enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, c
         if len(owned | {job.name}) > most:
             raise ApiError(
                 403,
-                f"{len(owned)} documents are stored and at most {most} may be by one caller; "
+                f"{len(owned)} documents are stored with this API key, and at most {most} may be; "
                 "remove some",
                 kind="permission_error",
                 code="too_many_documents",

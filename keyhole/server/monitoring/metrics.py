@@ -61,9 +61,9 @@ class LoadGauges(Collector):
 
 
 _LOAD = {
-    "requests_waiting": "requests that no step has begun",
-    "pages_free": "pages that hold nothing",
-    "pages_known": "pages of known prompts, which go when requests need them",
+    "requests_waiting": "requests in the queue",
+    "pages_free": "free pages of the KV cache",
+    "pages_known": "pages of cached prefixes, evicted when requests need them",
     "offloaded_layers": "layers whose KV cache is offloaded",
 }
 
@@ -122,14 +122,14 @@ class Metrics:
         def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             return Histogram(f"keyhole_{name}", text, buckets=bounds, registry=self.registry)
 
-        gauge("completions_running", "completions under way").set_function(lambda: float(running()))
-        gauge("pages", "pages that the KV cache may have").set(max_pages)
+        gauge("completions_running", "running completions").set_function(lambda: float(running()))
+        gauge("pages", "the most pages that the KV cache can have").set(max_pages)
         self.registry.register(LoadGauges(load))
         self._requests = counter("requests", "answered requests", ("path", "status"))
-        self._errors = counter("errors", "errors that were answered", ("kind",))
+        self._errors = counter("errors", "error responses", ("kind",))
         self._prompt = counter("prompt_tokens", "tokens of prompts")
         self._cached = counter("cached_prompt_tokens", "of these, found in the prefix cache")
-        self._hits = counter("prefix_hits", "prompts that began in the prefix cache")
+        self._hits = counter("prefix_hits", "prompts that begin with a cached prefix")
         self._generated = counter("generated_tokens", "tokens that were generated")
         read = counter(
             "read_bytes",
@@ -146,7 +146,9 @@ class Metrics:
             "keyhole_inter_token_seconds", "between two tokens of a completion", _GAPS
         )
         self.registry.register(self._gaps)
-        self._share = histogram("keys_read_share", "keys read / keys there, by completion", _SHARES)
+        self._share = histogram(
+            "keys_read_share", "keys read / keys cached, per completion", _SHARES
+        )
 
     def answered(self, path: str, status: int) -> None:
         """Counts an answer; path: the route's pattern, without names."""

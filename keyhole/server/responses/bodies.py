@@ -109,7 +109,7 @@ def _add(messages: list[_Message], item: Mapping[str, Any]) -> None:
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str):
-            raise ApiError(400, f"role {role!r} of a message must be a text", param="input")
+            raise ApiError(400, f"role {role!r} of a message must be a string", param="input")
         messages.append(_message(_ROLES.get(role, role), _content(item.get("content"))))
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}

@@ -28,7 +28,7 @@ class History:
         if found is None or found[0] != key:
             raise ApiError(
                 404,
-                f"response {name!r} is not known here: it is too old, or was not stored",
+                f"response {name!r} was not found: it is too old, or was not stored",
                 kind="not_found_error",
                 param="previous_response_id",
                 code="previous_response_not_found",

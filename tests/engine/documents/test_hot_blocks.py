@@ -66,7 +66,9 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
         else:
             assert hot <= fewer * each + each
             assert fewer * each <= hot + each
-    with pytest.raises(ConfigError, match=r"no page .* beside hot_document_bytes 1000000; lower"):
+    with pytest.raises(
+        ConfigError, match=r"no room for a page .* beside hot_document_bytes 1000000; raise"
+    ):
         LLM(model, device="cpu", documents=store, memory=memory, hot_document_bytes=memory)
 
 
@@ -166,5 +168,5 @@ def test_a_question_reads_nothing_twice_with_room_on_the_host(places: tuple[Path
 
 
 def test_blocks_on_the_host_need_blocks_on_the_device(places: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match="host_document_bytes 5 are for blocks that leave"):
+    with pytest.raises(ConfigError, match="host_document_bytes 5 holds what is evicted"):
         engine(places, None, 5)

@@ -47,7 +47,7 @@ def test_any_text_that_has_tokens_is_stored_and_answers_as_a_prefill_would(
         (None, "text, a list of token ids, .*, not None"),
         ({"prompt_token_ids": []}, "a document is empty"),
         ({"prompt_token_ids": [5, -1]}, "token id -1"),
-        ({"text": "lamp"}, "the one key 'prompt_token_ids'"),
+        ({"text": "lamp"}, "only the key 'prompt_token_ids'"),
     ],
 )
 def test_what_is_no_text_is_refused(text: Any, message: str, stored: LLM) -> None:

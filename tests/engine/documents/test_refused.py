@@ -100,13 +100,15 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
         llm.documents.add("odd", {"prompt_token_ids": [5000]})
     with pytest.raises(RequestError, match="text, a list of token ids"):
         llm.documents.add("odd", 7)  # type: ignore[arg-type]
-    with pytest.raises(PromptTooLongError, match="cut it"):
+    with pytest.raises(PromptTooLongError, match="split it"):
         llm.documents.add("long", "x" * 600)
     assert [info.name for info in llm.documents.list()] == ["faq", "handbook"]
 
 
 def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=r"block_size 32 .* must be 64, as document 'faq'"):
+    with pytest.raises(
+        ConfigError, match=r"block_size 32 .* must be 64, with which document 'faq'"
+    ):
         llm.ask("which?", ["faq"], reuse=make_reuse("sam_kv", {"block_size": 32}), params=FEW)
 
 

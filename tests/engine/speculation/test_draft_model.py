@@ -211,7 +211,10 @@ def test_both_layouts_load(tmp_path: Path, layout: str, fields: dict[str, Any]) 
         ({"lm_head.weight": None, "d2t": None}, None),
         ({"d2t": torch.full((30,), 40)}, "d2t of draft .* names tokens from 40 to 69"),
         ({"d2t": torch.zeros(30)}, "it must have integers"),
-        ({"lm_head.weight": torch.zeros(())}, r"lm_head.weight of shape \[\], it must be a matrix"),
+        (
+            {"lm_head.weight": torch.zeros(())},
+            r"lm_head.weight of shape \[\], but it must be a matrix",
+        ),
         ({"midlayer.mlp.gate_proj.weight": torch.zeros(())}, "gate_proj.weight of shape"),
     ],
 )
@@ -233,5 +236,5 @@ def test_a_draft_that_is_not_of_one_layer_is_refused(tmp_path: Path, layers: Any
     path = make_draft(tmp_path, **DRAFT)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="only drafts of one layer propose tokens"):
+    with pytest.raises(ModelError, match="only drafts of one layer can propose tokens"):
         DraftModel.from_eagle3(path, make_network(make_config("llama_group3", **FIELDS)))

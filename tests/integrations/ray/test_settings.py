@@ -78,7 +78,7 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
         ({"memory": "much"}, "memory 'much' is not a size"),
         ({"timeout": "0"}, "timeout 0.0 must be a number of seconds above 0"),
         ({"documents_limit": "x"}, "documents_limit 'x' is not a size"),
-        ({"port": "80"}, "port is not Keyhole's here; set it in Serve's http_options"),
+        ({"port": "80"}, "port is a setting of Ray Serve; set it in Serve's http_options"),
         ({"num_replicas": "0"}, "num_replicas 0 must be auto, or a number of at least 1"),
         ({"num_replicas": "some"}, "num_replicas 'some' must be auto"),
         ({"max_replicas": "3"}, "max_replicas needs num_replicas=auto, not 1"),

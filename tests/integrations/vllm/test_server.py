@@ -260,7 +260,7 @@ def test_what_only_the_layers_tell_is_said_by_every_rank(tmp_path: Path) -> None
     asked = '{"keyhole": {"policy": "streaming_llm", "token_budget": 64}}'
     more = ("--load-format", "dummy", "--skip-tokenizer-init", "--tensor-parallel-size", "2")
     found = ended(str(tmp_path), asked, *more)
-    why = "layer 0 has ALiBi: positions would be those within the selection"
+    why = "layer 0 has ALiBi, whose distances a selection would change"
     line = f"ConfigError: policy 'streaming_llm' cannot run in vLLM: {why}"
     said = [text for text in found.stdout.splitlines() if text.endswith(line)]
     for rank in ("Worker_TP0", "Worker_TP1"):
@@ -276,4 +276,4 @@ def test_a_store_of_another_model_ends_the_server_with_one_line(tmp_path: Path) 
     store.documents.add("one", {"prompt_token_ids": DOCUMENTS["one"]})
     more = ("--tensor-parallel-size", "2", *connector(tmp_path / "kv"))
     said = last_line(make_checkpoint(tmp_path), "{}", *more)
-    assert "are of another model: theirs has" in said
+    assert "were encoded by another model: it has" in said

@@ -61,7 +61,7 @@ def test_a_policy_that_can_run_is_accepted(checkpoint: str) -> None:
         (
             QUEST,
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "pages that a KV connector brings have no data of this policy",
+            "pages loaded by a KV connector would lack the data of this policy",
         ),
         (QUEST, {"pipeline_parallel_size": 2}, "pipeline parallelism; layers share selections"),
     ],
@@ -102,7 +102,7 @@ def test_an_engine_that_cannot_have_stored_documents_is_refused(
 
 def test_stored_documents_need_keys_that_can_be_rotated(tmp_path: Path) -> None:
     checkpoint = make_model("gpt_bigcode", tmp_path, tokenizer=True)
-    with pytest.raises(ConfigError, match="stored documents cannot be shifted there"):
+    with pytest.raises(ConfigError, match="stored documents cannot be used with"):
         configure(checkpoint, None, kv_transfer_config=DOCUMENTS, max_model_len=256)
 
 

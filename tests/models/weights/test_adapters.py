@@ -159,7 +159,7 @@ def test_added_tokens_without_an_output_layer_are_refused(tmp_path: Path, is_tie
     if is_tied:
         assert load(tmp_path / "adapter", "cpu").vocab_size == VOCAB_SIZE + 2
         return
-    with pytest.raises(ModelError, match="has 2 tokens that its base lacks, and either no embed"):
+    with pytest.raises(ModelError, match="has 2 tokens that its base lacks, but lacks an embed"):
         load(tmp_path / "adapter", "cpu")
 
 
@@ -211,7 +211,7 @@ def test_an_adapter_that_is_no_lora_is_refused(folders: dict[str, Path]) -> None
     tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     network = AutoModelForCausalLM.from_pretrained(folders["base"])
     peft.get_peft_model(network, tuned).save_pretrained(adapter)
-    with pytest.raises(ModelError, match="of the kind PROMPT_TUNING, which cannot be merged"):
+    with pytest.raises(ModelError, match="of type PROMPT_TUNING, which cannot be merged"):
         load(adapter, "cpu")
 
 

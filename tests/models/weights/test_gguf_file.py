@@ -143,7 +143,7 @@ def test_a_damaged_file_is_not_planned(
     assert main(["plan", "--model", str(path), "--total-memory", "64MiB"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert str(path) in line
-    assert "the file may be damaged or cut short: get it again" in line
+    assert "the file may be damaged or truncated; download it again" in line
 
 
 def test_a_shared_table_is_held_once(make: Callable[..., Path]) -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_header_of_blocks_is_named(
     with pytest.raises(ModelError, match=WRONG[wrong][-1]) as caught:
         load(path, "cpu")
     assert str(path) in str(caught.value)
-    assert "the file may be damaged or cut short: get it again" in str(caught.value)
+    assert "the file may be damaged or truncated; download it again" in str(caught.value)
 
 
 @pytest.mark.slow

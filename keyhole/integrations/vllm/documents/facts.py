@@ -81,7 +81,7 @@ def prepare(config: VllmConfig) -> None:
     unknown = [name for name in extra if name not in (*_SETTINGS, _FACTS)]
     if unknown:
         raise ConfigError(
-            f"kv_connector_extra_config {unknown[0]!r} is not known to {CONNECTOR}; give "
+            f"kv_connector_extra_config {unknown[0]!r} is not a setting of {CONNECTOR}; give "
             '"documents", the folder or URL of the store'
         )
     model = _model(config)

@@ -141,7 +141,7 @@ class DocumentFinder:
                 "vLLM's model runner V2 does not say which request a row is of; set "
                 "VLLM_USE_V2_MODEL_RUNNER=0",
             ),
-            (answers > 1, f"n {answers} must be 1: each answer would choose for itself"),
+            (answers > 1, f"n {answers} must be 1: each answer would make its own selection"),
             (
                 size is None or reuse.block_size % size != 0,
                 f"block_size {reuse.block_size} must be a multiple of vLLM's --block-size, {size}",
@@ -157,8 +157,8 @@ class DocumentFinder:
         room = (end // size - kept // size + 1) * size - end % size
         if question > room:
             raise RequestError(
-                f"the question has {question} tokens, and reuse method {reuse.name!r} reads it in "
-                f"the place of the documents' middle blocks, {room} tokens; use 'reuse' or 'epic'"
+                f"the question has {question} tokens, but reuse method {reuse.name!r} has room for "
+                f"{room}, those of the documents' middle blocks; use 'reuse' or 'epic'"
             )
 
 
@@ -180,17 +180,17 @@ def check_method(reuse: Reuse) -> None:
     for wrong, reason in (
         (
             reuse.probe_layer is not None,
-            "chooses what to recompute while layers run, and vLLM runs a model as a whole",
+            "decides between layers what to recompute, but vLLM runs all layers at once",
         ),
-        (reuse.fuses, "fuses new keys with stored ones, and vLLM's layers write keys as they are"),
+        (reuse.fuses, "fuses new keys with stored ones, but vLLM's layers overwrite them"),
         (
             isinstance(reuse, SamKV) and reuse.recompute,
-            "recomputes tokens between others that it drops, other ones in each layer; give "
+            "recomputes tokens between dropped ones, which differ from layer to layer; give "
             "'sam_kv:recompute=False'",
         ),
         (
             not isinstance(reuse, SamKV) and (reuse.reads_facts or not reuse.keeps_all),
-            "drops tokens of documents by a rule that vLLM's whole pages do not fit",
+            "may drop parts of documents that are not whole pages of vLLM",
         ),
     ):
         if wrong:
@@ -250,7 +250,9 @@ def _check(processor: Any, request: Any, config: VllmConfig) -> None:
         return
     try:
         if request.prompt_token_ids is None:
-            raise RequestError("a prompt of embeddings has no tokens of documents; give token ids")
+            raise RequestError(
+                "a prompt of embeddings cannot be used with documents; give token ids"
+            )
         if not hasattr(processor, "keyhole_documents"):
             processor.keyhole_documents = DocumentFinder(config)
         placed = processor.keyhole_documents.place(asked, request.prompt_token_ids, params.n)
