@@ -378,8 +378,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def packed_linear(
     x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """As the reference; 6 bits in float32, unless the path multiplies codes as whole numbers."""
-    if packed.bits == 6 and x.dtype != torch.float32 and current() != "avx2":
+    """As the reference; AVX2 alone has products of blocks with inputs of 16 bits."""
+    in_blocks = isinstance(packed, BlockWeight)
+    wide = current() != "avx2" if in_blocks else packed.bits == 6
+    if wide and x.dtype != torch.float32:
         if isinstance(packed, PackedWeight):
             scales, minimums = packed.scales.float(), packed.minimums.float()
             packed = PackedWeight(packed.codes, scales, minimums, packed.bits)

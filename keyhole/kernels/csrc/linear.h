@@ -112,25 +112,11 @@ struct Inputs {
     int64_t groups_stride;
 };
 
-// GroupScales and minimums of the groups of rows, padded with zeros to whole vectors.
+// Scales and minimums of the groups of rows, one row after another: as they are stored, or floats.
+template <class S>
 struct GroupScales {
-    float *scales, *minimums;
-    int64_t stride;
+    const S *scales, *minimums;
 };
-
-// Those of a row's groups, which lie there as T.
-template <class T>
-static inline void widen_scales(const T* scales, const T* minimums, int64_t groups, float lowest,
-                                GroupScales out) {
-    constexpr int W = Vector::width;
-    for (int64_t g = 0; g < groups; g += W) {
-        const int n = static_cast<int>(groups - g < W ? groups - g : W);
-        const Vector s = n == W ? load(scales + g) : load(scales + g, n);
-        store(out.scales + g, s);
-        if (!minimums) store(out.minimums + g, s * broadcast(lowest));
-        else store(out.minimums + g, n == W ? load(minimums + g) : load(minimums + g, n));
-    }
-}
 
 // to[i] = by * from[i]; a function, as `__restrict` lets it use vectors.
 template <int n, class Number>
@@ -138,35 +124,35 @@ static inline void times(const Number* __restrict from, float by, float* __restr
     for (int i = 0; i < n; i++) to[i] = by * from[i];
 }
 
-template <class T>
-static inline void fill_scales(const PackedLinear& a, int64_t row, GroupScales out) {
+// Makes floats of a row's scales of blocks.
+static inline void expand_scales(const PackedLinear& a, int64_t row, float* scales, float* minimums) {
+    constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, blocks = a.I / 256;
-    const BlockScales& from = a.blocks;
     const float lowest = -static_cast<float>(1 << (a.weight.bits - 1));
-    const auto* half = static_cast<const float16*>(from.of_blocks);
-    if (!from.of_blocks) {
-        widen_scales(static_cast<const T*>(a.weight.scales) + row * groups,
-                     static_cast<const T*>(a.weight.minimums) + row * groups, groups, 0.0f, out);
-    } else if (!from.of_groups) {
-        widen_scales<float16>(half + row * groups, nullptr, groups, lowest, out);
-    } else if (from.minimums) {  // eight groups of 32 weights
-        const auto* of_groups = static_cast<const uint8_t*>(from.of_groups) + 2 * row * groups;
+    const auto* half = static_cast<const float16*>(a.blocks.of_blocks);
+    if (!a.blocks.of_groups) {
+        half += row * groups;
+        for (int64_t g = 0; g < groups; g += W) {
+            const int n = static_cast<int>(groups - g < W ? groups - g : W);
+            const Vector scale = n == W ? load(half + g) : load(half + g, n);
+            store(scales + g, scale, n);
+            store(minimums + g, scale * broadcast(lowest), n);
+        }
+    } else if (a.blocks.minimums) {  // eight groups of 32 weights
+        const auto* of_groups = static_cast<const uint8_t*>(a.blocks.of_groups) + 2 * row * groups;
         half += 2 * row * blocks;
         for (int64_t i = 0; i < blocks; i++, of_groups += 8) {
-            const float scale = number(half + 2 * i), minimum = -number(half + 2 * i + 1);
-            times<8>(of_groups, scale, out.scales + 8 * i);
-            times<8>(of_groups + groups, minimum, out.minimums + 8 * i);
+            times<8>(of_groups, number(half + 2 * i), scales + 8 * i);
+            times<8>(of_groups + groups, -number(half + 2 * i + 1), minimums + 8 * i);
         }
     } else {  // sixteen of 16
-        const auto* of_groups = static_cast<const int8_t*>(from.of_groups) + row * groups;
+        const auto* of_groups = static_cast<const int8_t*>(a.blocks.of_groups) + row * groups;
         half += row * blocks;
         for (int64_t i = 0; i < blocks; i++, of_groups += 16) {
-            const float scale = number(half + i);
-            times<16>(of_groups, scale, out.scales + 16 * i);
-            times<16>(out.scales + 16 * i, lowest, out.minimums + 16 * i);
+            times<16>(of_groups, number(half + i), scales + 16 * i);
+            times<16>(scales + 16 * i, lowest, minimums + 16 * i);
         }
     }
-    for (int64_t g = groups; g < out.stride; g++) out.scales[g] = out.minimums[g] = 0.0f;
 }
 
 [[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
@@ -188,26 +174,30 @@ template <class P, int bits, int at, int R, int H>
 }
 
 // R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
-template <class T, int bits, int H, int R>
-static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by,
+template <class T, class S, int bits, int H, int R>
+static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by,
                                int64_t row, bool ahead, float* out) {
     using P = CodeProduct<T>;
+    constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
     const uint8_t* from = a.weight.codes + row * row_bytes;
     Vector total[R][H];
     Vector part[R][H];
     for (int r = 0; r < R; r++)
         for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
-    for (int64_t g = 0; g < groups; g += Vector::width)
+    for (int64_t g = 0; g < groups; g += W) {
+        const int n = static_cast<int>(groups - g < W ? groups - g : W);
         for (int r = 0; r < R; r++) {
-            const Vector m = load(by.minimums + r * by.stride + g);
+            const S* p = by.minimums + r * groups + g;
+            const Vector m = n == W ? load(p) : load(p, n);
             for (int h = 0; h < H; h++)
                 total[r][h] = fma(m, load(in.sums + h * in.groups_stride + g), total[r][h]);
         }
+    }
     int64_t g = 0;
     const auto end_group = [&]() {
         for (int r = 0; r < R; r++) {
-            const Vector scale = broadcast(by.scales[r * by.stride + g]);
+            const Vector scale = broadcast(number(by.scales + r * groups + g));
             for (int h = 0; h < H; h++) {
                 total[r][h] = fma(part[r][h], scale, total[r][h]);
                 part[r][h] = broadcast(0.0f);
@@ -242,23 +232,24 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, const
 }
 
 // `count` outputs of H tokens; by: the scales of these rows.
-template <class T, int bits, int H>
-static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by,
+template <class T, class S, int bits, int H>
+static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by,
                                int64_t first, int64_t count, bool ahead, float* out) {
     const auto from = [&](int64_t r) {
-        return GroupScales{by.scales + r * by.stride, by.minimums + r * by.stride, by.stride};
+        const int64_t at = r * (a.I / a.weight.group);
+        return GroupScales<S>{by.scales + at, by.minimums + at};
     };
     if constexpr (CodeProduct<T>::scaled) {
         for (int64_t r = 0; r < count; r++)
-            CodeProduct<T>::template row<bits, H>(a, in, from(r), first + r, ahead, out + r);
+            CodeProduct<T>::template row<S, bits, H>(a, in, from(r), first + r, ahead, out + r);
     } else {
         constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
         constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
         int64_t r = 0;
         for (; r + R <= count; r += R)
-            packed_rows<T, bits, H, R>(a, in, from(r), first + r, ahead, out + r);
+            packed_rows<T, S, bits, H, R>(a, in, from(r), first + r, ahead, out + r);
         for (; r < count; r++)
-            packed_rows<T, bits, H, 1>(a, in, from(r), first + r, ahead, out + r);
+            packed_rows<T, S, bits, H, 1>(a, in, from(r), first + r, ahead, out + r);
     }
 }
 
@@ -281,7 +272,8 @@ static inline void keep_inputs(const T* x, int64_t I, int64_t group,
     }
 }
 
-template <class T, int bits>
+// S: of the scales.
+template <class T, class S, int bits>
 static void packed_linear_in(const PackedLinear& a) {
     using P = CodeProduct<T>;
     using Query = typename P::Query;
@@ -301,12 +293,17 @@ static void packed_linear_in(const PackedLinear& a) {
                     rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
     const auto compute = [&](int64_t first) {
         const int64_t count = a.O - first < kTile ? a.O - first : kTile;
-        auto* const room = static_cast<float*>(
-            workspace(2, 2 * kTile * groups_stride * static_cast<int64_t>(sizeof(float))));
-        const GroupScales by{room, room + kTile * groups_stride, groups_stride};
-        for (int64_t r = 0; r < count; r++)
-            fill_scales<T>(a, first + r,
-                           {by.scales + r * by.stride, by.minimums + r * by.stride, by.stride});
+        GroupScales<S> by{static_cast<const S*>(a.weight.scales) + first * groups,
+                          static_cast<const S*>(a.weight.minimums) + first * groups};
+        if constexpr (sizeof(S) == sizeof(float)) {
+            if (a.blocks.of_blocks) {
+                auto* const room = static_cast<float*>(
+                    workspace(2, 2 * kTile * groups * static_cast<int64_t>(sizeof(float))));
+                by = {room, room + kTile * groups};
+                for (int64_t r = 0; r < count; r++)
+                    expand_scales(a, first + r, room + r * groups, room + (kTile + r) * groups);
+            }
+        }
         for (int64_t t = 0; t < a.T;) {
             const bool ahead = t == 0;
             float out[most * kTile];
@@ -314,10 +311,10 @@ static void packed_linear_in(const PackedLinear& a) {
                                scales + t * groups_stride, groups_stride};
             const int64_t left = a.T - t;
             int64_t H = 1;
-            if (most == 8 && left >= 8) packed_tile<T, bits, most>(a, in, by, first, count, ahead, out), H = most;
-            else if (left >= 4) packed_tile<T, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
-            else if (left >= 2) packed_tile<T, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
-            else packed_tile<T, bits, 1>(a, in, by, first, count, ahead, out);
+            if (most == 8 && left >= 8) packed_tile<T, S, bits, most>(a, in, by, first, count, ahead, out), H = most;
+            else if (left >= 4) packed_tile<T, S, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
+            else if (left >= 2) packed_tile<T, S, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
+            else packed_tile<T, S, bits, 1>(a, in, by, first, count, ahead, out);
             for (int64_t h = 0; h < H; h++, t++)
                 finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,
                                static_cast<T*>(a.out) + t * a.O);
@@ -328,11 +325,19 @@ static void packed_linear_in(const PackedLinear& a) {
     });
 }
 
+template <class T, class S>
+static void packed_linear_by(const PackedLinear& a) {
+    if (a.weight.bits == 4) return packed_linear_in<T, S, 4>(a);
+    if (a.weight.bits == 8) return packed_linear_in<T, S, 8>(a);
+    if constexpr (sizeof(S) == sizeof(float)) packed_linear_in<T, S, 6>(a);
+}
+
+// Six bits and blocks have float scales; without whole numbers, float inputs too.
 template <class T>
 static void packed_linear(const PackedLinear& a) {
-    if (a.weight.bits == 4) return packed_linear_in<T, 4>(a);
-    if (a.weight.bits == 8) return packed_linear_in<T, 8>(a);
-    if constexpr (CodeProduct<T>::scaled || sizeof(T) == sizeof(float)) packed_linear_in<T, 6>(a);
+    if constexpr (CodeProduct<T>::scaled)
+        if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
+    packed_linear_by<T, T>(a);
 }
 
 // Weights of a span of a block as numbers, into `out`, the numbers of the block.

@@ -52,18 +52,19 @@ struct WholeProduct {
     }
 
     // An output of H tokens: out[h * kTile]. One or two are faster if the loops know their group.
-    template <int bits, int H>
-    static void row(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by, int64_t row,
+    template <class S, int bits, int H>
+    static void row(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by, int64_t row,
                     bool ahead, float* out) {
-        if (H <= 2 && bits == 6 && a.weight.group == 16)
-            return row_of<bits, H, 16>(a, in, by, row, ahead, out);
-        if (H <= 2 && a.weight.group == 32) return row_of<bits, H, 32>(a, in, by, row, ahead, out);
-        if (H <= 2 && bits != 6 && a.weight.group == 64) return row_of<bits, H, 64>(a, in, by, row, ahead, out);
-        row_of<bits, H, 0>(a, in, by, row, ahead, out);
+        if constexpr (H <= 2) {
+            constexpr int other = bits == 6 ? 16 : 64;
+            if (a.weight.group == 32) return row_of<S, bits, H, 32>(a, in, by, row, ahead, out);
+            if (a.weight.group == other) return row_of<S, bits, H, other>(a, in, by, row, ahead, out);
+        }
+        row_of<S, bits, H, 0>(a, in, by, row, ahead, out);
     }
     // known: inputs of a group, or 0: as `a` says.
-    template <int bits, int H, int known>
-    static void row_of(const PackedLinear& a, const Inputs<T>& in, const GroupScales& by, int64_t row,
+    template <class S, int bits, int H, int known>
+    static void row_of(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by, int64_t row,
                        bool ahead, float* out) {
         constexpr int W = Vector::width, bytes = kBlock * bits / 8;
         const int64_t group = known ? known : a.weight.group, groups = a.I / group;
@@ -74,11 +75,13 @@ struct WholeProduct {
         for (int h = 0; h < H; h++) total[h] = broadcast(0.0f), part[0][h] = _mm256_setzero_si256();
         for (int64_t g = 0; g < groups; g += W) {
             const int n = static_cast<int>(groups - g < W ? groups - g : W);
+            const Vector s = n == W ? load(by.scales + g) : load(by.scales + g, n);
+            const Vector m = n == W ? load(by.minimums + g) : load(by.minimums + g, n);
             float scale[H][W];
             for (int h = 0; h < H; h++) {
                 const int64_t at = h * in.groups_stride + g;
-                store(scale[h], load(by.scales + g) * load(in.scales + at));
-                total[h] = fma(load(by.minimums + g), load(in.sums + at), total[h]);
+                store(scale[h], s * load(in.scales + at));
+                total[h] = fma(m, load(in.sums + at), total[h]);
             }
             int k = 0;
             const auto end_group = [&]() {
