@@ -178,7 +178,7 @@ def test_an_unusable_version_is_reported_and_not_activated(usable: pytest.Monkey
 
 def test_a_missing_version_is_reported(usable: pytest.MonkeyPatch) -> None:
     usable.setenv("KEYHOLE_FLASH", "FA3")  # and torch looks for it
-    told("FA3 cannot be activated, No module")
+    told("FA3 cannot be activated: No module")
 
 
 #: Type, group, head size, page size.

@@ -49,7 +49,8 @@ static void linear(const Linear& a) {
     // For one token, and in long rows, the processor notices by itself what comes next
     // (benchmarks/LOG.md). Not measured with AVX-512.
     const bool ahead = a.T > 1 && a.I <= 4096 && Vector::width == 8;
-    const int64_t piece = blocks >= 16 * omp_get_max_threads() ? 8 : 1;
+    const int64_t some = blocks / (8 * omp_get_max_threads());  // enough pieces for all threads
+    const int64_t piece = !ahead || some < 1 ? 1 : some < 8 ? some : 8;
     for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
         const int64_t end = blocks < (at + 1) * piece ? blocks : (at + 1) * piece;
         for (int64_t i = at * piece; i < end; i++) compute(i * kTile, ahead && i + 1 < end);
@@ -125,7 +126,8 @@ static inline void times(const Number* __restrict from, float by, float* __restr
 }
 
 // Makes floats of a row's scales of blocks.
-static inline void expand_scales(const PackedLinear& a, int64_t row, float* scales, float* minimums) {
+static inline void expand_scales(const PackedLinear& a, int64_t row, float* scales,
+                                 float* minimums) {
     constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, blocks = a.I / 256;
     const float lowest = -static_cast<float>(1 << (a.weight.bits - 1));
@@ -171,6 +173,23 @@ template <class P, int bits, int at, int R, int H>
             for (int h = 0; h < H; h++)
                 part[r][h] = P::add(part[r][h], x + h * stride + at + j, key);
         }
+}
+
+// The scales of `count` rows; those of blocks become floats.
+template <class S>
+static inline GroupScales<S> scales_from(const PackedLinear& a, int64_t first, int64_t count) {
+    const int64_t groups = a.I / a.weight.group;
+    if constexpr (sizeof(S) == sizeof(float)) {
+        if (a.blocks.of_blocks) {
+            auto* const room = static_cast<float*>(
+                workspace(2, 2 * kTile * groups * static_cast<int64_t>(sizeof(float))));
+            for (int64_t r = 0; r < count; r++)
+                expand_scales(a, first + r, room + r * groups, room + (kTile + r) * groups);
+            return {room, room + kTile * groups};
+        }
+    }
+    return {static_cast<const S*>(a.weight.scales) + first * groups,
+            static_cast<const S*>(a.weight.minimums) + first * groups};
 }
 
 // R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
@@ -293,17 +312,7 @@ static void packed_linear_in(const PackedLinear& a) {
                     rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
     const auto compute = [&](int64_t first) {
         const int64_t count = a.O - first < kTile ? a.O - first : kTile;
-        GroupScales<S> by{static_cast<const S*>(a.weight.scales) + first * groups,
-                          static_cast<const S*>(a.weight.minimums) + first * groups};
-        if constexpr (sizeof(S) == sizeof(float)) {
-            if (a.blocks.of_blocks) {
-                auto* const room = static_cast<float*>(
-                    workspace(2, 2 * kTile * groups * static_cast<int64_t>(sizeof(float))));
-                by = {room, room + kTile * groups};
-                for (int64_t r = 0; r < count; r++)
-                    expand_scales(a, first + r, room + r * groups, room + (kTile + r) * groups);
-            }
-        }
+        const auto by = scales_from<S>(a, first, count);
         for (int64_t t = 0; t < a.T;) {
             const bool ahead = t == 0;
             float out[most * kTile];
@@ -311,9 +320,12 @@ static void packed_linear_in(const PackedLinear& a) {
                                scales + t * groups_stride, groups_stride};
             const int64_t left = a.T - t;
             int64_t H = 1;
-            if (most == 8 && left >= 8) packed_tile<T, S, bits, most>(a, in, by, first, count, ahead, out), H = most;
-            else if (left >= 4) packed_tile<T, S, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
-            else if (left >= 2) packed_tile<T, S, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
+            if (most == 8 && left >= 8)
+                packed_tile<T, S, bits, most>(a, in, by, first, count, ahead, out), H = most;
+            else if (left >= 4)
+                packed_tile<T, S, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
+            else if (left >= 2)
+                packed_tile<T, S, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
             else packed_tile<T, S, bits, 1>(a, in, by, first, count, ahead, out);
             for (int64_t h = 0; h < H; h++, t++)
                 finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,

@@ -393,11 +393,11 @@ def test_names_with_the_same_text_have_blocks_of_one_size(tmp_path: Path) -> Non
     llm = LLM(make_model("llama", tmp_path), device="cpu", documents=tmp_path / "store")
     text = {"prompt_token_ids": tokens(60, 5)}
     llm.documents.add("a", text, block_size=16)
-    with pytest.raises(ConfigError, match="block_size 8 of document 'b' must be 16: document 'a'"):
+    with pytest.raises(ConfigError, match="'b' must be 16, because document 'a'"):
         llm.documents.add("b", text, block_size=8)
     assert [(info.name, info.block_size) for info in llm.documents.list()] == [("a", 16)]
     llm.documents.add("b", text, block_size=16)
-    with pytest.raises(ConfigError, match="block_size 8 of document 'a' must be 16: document 'b'"):
+    with pytest.raises(ConfigError, match="'a' must be 16, because document 'b'"):
         llm.documents.add("a", text, block_size=8)
     llm.documents.remove("b")
     assert llm.documents.add("a", text, block_size=8).block_size == 8
