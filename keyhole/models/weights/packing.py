@@ -122,11 +122,11 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
     """An `nn.Linear` over a weight in llama.cpp's blocks."""
 
     def few_tokens(self, dtype: torch.dtype) -> int:
-        """As for packed weights; the products are computed in float32."""
+        """As for packed weights, without a matrix unit, which does not read blocks."""
         return super().few_tokens(torch.float32)
 
     def product_of_few(self, input: Tensor) -> Tensor:
-        """The product for few tokens, with the weights exactly as stored."""
+        """The product for few tokens, which reads codes and scales as they are stored."""
         return kernels.packed_linear(input, self._blocks, self.bias)
 
 
