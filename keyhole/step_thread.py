@@ -287,13 +287,15 @@ class StepThread:
 _threads: WeakSet[StepThread] = WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     """Ends all threads before Python does: a thread that is ended while it computes aborts the
     process.
     """
     for one in [*_threads]:
         one.close()
+
+
+atexit.register(_close_all)
 
 
 def _extras(sequence: Sequence, given: int, count: int) -> Extras:
