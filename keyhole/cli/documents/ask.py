@@ -53,7 +53,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="stored documents, in this order; NAME/ stands for all documents below it",
+        help="stored documents, in this order; NAME/ selects all documents below it",
     )
     parser.add_argument("--prefix", default="", metavar="TEXT", help="text before the documents")
     parser.add_argument(

@@ -55,8 +55,8 @@ class BlockWeight(NamedTuple):
     bytes: uint8 [O, I / 32, 2] the scale of each block; or [O, I / 256, 2] that of a block's
     scales; or [O, I / 256, 4], and that of its minimums. group_scales: in these, int8 [O, 1,
     I / 16] the scale of each group, or uint8 [O, 2, I / 32] its scale and minimum; [O, 0, 0] for
-    blocks of one group. bits: 4, 6 or 8. Without minimums a code stands for itself less
-    2**bits / 2.
+    blocks of one group. bits: 4, 6 or 8. Without minimums a weight is code - 2**bits / 2, times
+    its scale.
     """
 
     codes: Tensor
