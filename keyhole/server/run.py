@@ -91,11 +91,31 @@ def _serve_in_two(
     requests.start()
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: engine.drain())
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = _exit_code(child)
     requests.join()  # exiting beneath a thread that computes would abort this process
     gc.unfreeze()  # otherwise libraries report leaks at exit
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
+
+
+def _exit_code(child: int) -> int:
+    """Waits for a child process, and runs the handlers of signals meanwhile.
+
+    The kernel may deliver a signal to any thread, and only the main one runs handlers, so it waits
+    for what a signal writes: nothing would end `waitpid` if another thread got the signal.
+    """
+    signals, writes = socket.socketpair()
+    writes.setblocking(False)
+    handled = signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+    with signals, writes:
+        before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        try:
+            while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
+                signals.recv(1)
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGCHLD, handled)
+    return os.waitstatus_to_exitcode(found[1])
 
 
 def _answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -143,6 +144,17 @@ def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
     assert ended["type"] == "response.failed"
     assert "the server shut down" in ended["response"]["error"]["message"]
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal for one thread")
+def test_a_signal_that_another_thread_gets_ends_it(path: str) -> None:
+    """The kernel chooses the thread; unless it was the main one, the server ran on."""
+    with process("--model", path, "--memory", "8MiB") as (server, _, _):
+        threads = {int(one.name) for one in Path(f"/proc/{server.pid}/task").iterdir()}
+        others = threads - {server.pid}
+        assert ctypes.CDLL(None).tgkill(server.pid, max(others), signal.SIGTERM) == 0
+    assert server.returncode == 0
 
 
 @pytest.mark.slow
