@@ -24,6 +24,7 @@ from keyhole.bench.measure import Report, Result, Turn, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import KeyholeSystem, Pages
+from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.weight_format import weight_format
@@ -76,6 +77,7 @@ def _packed(weights: Weights, form: str) -> Model:
     wanted, network = weight_format(form), without_copying_weights(weights.transformers)
     assert wanted is not None
     pack_weights(network, wanted, weights.keyhole.name)
+    speed_up(network, weights.keyhole.device)
     return replace(weights.keyhole, network=network, weights=form)
 
 

@@ -58,6 +58,7 @@ operation, so that a policy, its settings and `--help` need no torch.
     apply_rope       apply RoPE to queries and keys of new tokens
     apply_rope_and_append  the same, writing keys and values into pages
     linear           a linear layer for the few tokens of a decode step
+    rms_norm         an RMS norm
     norm_linears     several linear layers of one input, after its RMS norm
     norm_swiglu      the SwiGLU product of gate and up projections, after an RMS norm
     linear_add       a linear layer and the residual
@@ -138,6 +139,7 @@ if TYPE_CHECKING:
         packed_linear,
         page_bounds,
         prefill,
+        rms_norm,
         shift_rope,
         sparse_prefill,
         spread_scores,
@@ -224,6 +226,7 @@ __all__ = [
     "redundancy_scores",
     "renew_stamps",
     "represent_blocks",
+    "rms_norm",
     "row_dim",
     "shift_rope",
     "sparse_prefill",

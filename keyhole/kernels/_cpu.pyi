@@ -184,6 +184,27 @@ def unpack(
     minimums: int,
     out: int,
 ) -> None: ...
+def rms_norm(
+    dtype: int,
+    num_tokens: int,
+    dim: int,
+    x: int,
+    x_stride: int,
+    weight: int,
+    epsilon: float,
+    out: int,
+) -> None: ...
+def apply_rope(
+    dtype: int,
+    sizes: Sequence[int],
+    x: int,
+    x_strides: _Strides,
+    cos: int,
+    sin: int,
+    shared: bool,
+    out: int,
+    out_strides: _Strides,
+) -> None: ...
 def top_k(
     sizes: Sequence[int],
     k: int,

@@ -435,3 +435,40 @@ def unpack(packed: PackedWeight) -> Tensor:
         out.data_ptr(),
     )
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As the reference."""
+    rows, out = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+    extension.rms_norm(
+        DTYPES[x.dtype],
+        *rows.shape,
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.data_ptr(),
+        epsilon,
+        out.data_ptr(),
+    )
+    return out
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+
+    def turned(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        extension.apply_rope(
+            DTYPES[x.dtype],
+            x.shape,
+            x.data_ptr(),
+            x.stride()[:3],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(cos) == 1,
+            out.data_ptr(),
+            out.stride()[:3],
+        )
+        return out
+
+    return turned(query), turned(key)

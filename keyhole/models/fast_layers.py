@@ -94,8 +94,9 @@ def mkl_is_slow() -> bool:
 
 def speed_up(network: nn.Module, device: torch.device) -> None:
     """Replaces layers of a network by the fastest kernels of a device, in place."""
-    for replace in (speed_up_linear, speed_up_norms, speed_up_rotary):
-        replace(network, device)
+    speed_up_linear(network, device)
+    speed_up_norms(network)
+    speed_up_rotary(network)
 
 
 def speed_up_linear(network: nn.Module, device: torch.device) -> None:
@@ -112,24 +113,22 @@ def speed_up_linear(network: nn.Module, device: torch.device) -> None:
             module.__class__ = FastLinear
 
 
-# RMS norms of a model on a GPU, by torch's own kernel.
+# RMS norms of a model, by one kernel: torch's on a GPU.
 #
-# transformers computes a norm in eight operations, each a launch over all numbers; torch has one
-# kernel for it (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). It rounds to 16
-# bits once, at the end; transformers also rounds before multiplying by the weight.
+# transformers computes a norm in eight operations, each a launch over all numbers; here it is one
+# (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019). It rounds to 16 bits once, at
+# the end; transformers also rounds before multiplying by the weight.
 
 
 # float32 rounding; a weight stored as an offset from one, as in Gemma, deviates far more.
 _TOLERANCE = 1e-5
 
 
-def speed_up_norms(network: nn.Module, device: torch.device) -> None:
-    """Computes every plain RMS norm of a GPU model by torch's kernel; weights stay in place.
+def speed_up_norms(network: nn.Module) -> None:
+    """Computes every plain RMS norm of a model by our kernel; weights stay in place.
 
     Norms that compute something else are unchanged.
     """
-    if device.type != "cuda":
-        return
     plain: dict[type[nn.Module], bool] = {}
     for module in network.modules():
         cls = type(module)
@@ -162,9 +161,15 @@ def is_plain_norm(module: nn.Module) -> bool:
 
 @functools.cache
 def _fast(cls: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """By torch's kernel."""
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon(self))
+    original: Any = cls.forward
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        """By our kernel."""
+        weight, eps = self.weight, epsilon(self)
+        trained = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+        if trained or eps is None or hidden_states.dtype != weight.dtype:
+            return original(self, hidden_states)
+        return kernels.rms_norm(hidden_states, weight, eps)
 
     return type(f"Fast{cls.__name__}", (cls,), {"forward": forward})
 
@@ -175,7 +180,7 @@ def epsilon(module: nn.Module) -> float | None:
     return found if isinstance(found, float) else None
 
 
-# Rotary embeddings of a GPU model, in one launch for queries and keys.
+# Rotary embeddings of a model, in one launch for queries and keys.
 #
 # transformers rotates them by ten operations in every layer. Every family's attention calls one
 # function of its module for this. Here a subclass runs the same code with our function under that
@@ -185,13 +190,11 @@ def epsilon(module: nn.Module) -> float | None:
 _NAME = "apply_rotary_pos_emb"
 
 
-def speed_up_rotary(network: nn.Module, device: torch.device) -> None:
-    """Makes attention of a GPU model rotate queries and keys by our kernel.
+def speed_up_rotary(network: nn.Module) -> None:
+    """Makes attention of a model rotate queries and keys by our kernel.
 
     Attention that rotates in another way (part of each head, interleaved pairs) is unchanged.
     """
-    if device.type != "cuda":
-        return
     for module in network.modules():
         fast = faster(type(module))  # type: ignore[arg-type]
         if fast is not None:

@@ -51,6 +51,7 @@ def test_products_of_a_layer(
     weights = tuple(draw(n, width) / width**0.5 for n in rows)
     biases = tuple(draw(n) if biased else None for n in rows)
     normed = oracle.rms_normed(float64(x), float64(norm), epsilon)
+    close(kernels.rms_norm(x[:, None], norm, epsilon), normed[:, None])
     exact = [normed @ float64(weight).T for weight in weights]
     added = [0.0 if bias is None else float64(bias) for bias in biases]
     found = kernels.norm_linears(x, (norm, epsilon), weights, biases)
@@ -98,3 +99,39 @@ def test_rope_into_pages(
         assert torch.equal(stored[1][place], value[token])
     written = ~stored[0].isnan().all(-1)
     assert int(written.sum()) == num_kv_heads * len(slots)
+
+
+@given(
+    sizes=st.tuples(*(st.integers(1, 3) for _ in range(3)), st.integers(0, 5)),
+    half=st.sampled_from((1, 4, 12, 35)),
+    shared=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+@examples(60)
+def test_rope(
+    sizes: tuple[int, int, int, int], half: int, shared: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Of heads as a linear layer leaves them: those of a token lie next to each other."""
+    num_sequences, num_heads, num_kv_heads, num_tokens = sizes
+    random = torch.Generator().manual_seed(seed)
+    packed = torch.randn(
+        num_sequences, num_tokens, num_heads + num_kv_heads, 2 * half + 3, generator=random
+    )
+    # The numbers of a head that are not rotated lie between.
+    query, key = (
+        part[..., : 2 * half].transpose(1, 2)
+        for part in packed.to(dtype).split((num_heads, num_kv_heads), 2)
+    )
+    angles = torch.randn(2, 1 if shared else num_sequences, num_tokens, half, generator=random)
+    cos, sin = angles.repeat(1, 1, 1, 2).to(dtype)
+    found = kernels.apply_rope(query, key, cos, sin)
+    for out, x in zip(found, (query, key), strict=True):
+        assert out.shape == x.shape
+        for i in range(num_sequences if num_tokens else 0):
+            tokens = out[i].transpose(0, 1), x[i].transpose(0, 1)
+            place = 0 if shared else i
+            close(
+                tokens[0],
+                oracle.rotated(float64(tokens[1]), float64(cos[place]), float64(sin[place])),
+            )

@@ -215,6 +215,28 @@ struct Unpack {
     void* out;  // [O, I]
 };
 
+struct RmsNorm {
+    DType dtype;
+    int64_t T, D;
+    const void* x;  // [T, D]
+    int64_t x_stride;
+    const void* weight;  // [D]
+    float epsilon;
+    void* out;  // [T, D]
+};
+
+// Strides: of sequences, heads and tokens.
+struct Rope {
+    DType dtype;
+    int64_t B, H, T, D;
+    const void* x;  // [B, H, T, D]
+    int64_t x_strides[3];
+    const void *cos, *sin;  // [B, T, D], or [1, T, D], with equal halves
+    bool shared;            // the angles, by all sequences
+    void* out;  // [B, H, T, D]
+    int64_t out_strides[3];
+};
+
 // The operations that use vectors, compiled once per processor path.
 struct Path {
     void (*attend)(const Attend&);
@@ -226,6 +248,8 @@ struct Path {
     void (*linear)(const Linear&);
     void (*packed_linear)(const PackedLinear&);
     void (*unpack)(const Unpack&);
+    void (*rms_norm)(const RmsNorm&);
+    void (*apply_rope)(const Rope&);
 };
 
 extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only

@@ -257,6 +257,23 @@ void unpack(int dtype, int64_t I, int64_t O, int64_t bits, int64_t group, Addres
                   at<void>(out)});
 }
 
+void rms_norm(int dtype, int64_t T, int64_t D, Address x, int64_t x_stride, Address weight,
+              float epsilon, Address out) {
+    path.rms_norm({static_cast<DType>(dtype), T, D, at<void>(x), x_stride, at<void>(weight),
+                   epsilon, at<void>(out)});
+}
+
+void apply_rope(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t> sizes, Address x,
+                Strides x_strides, Address cos, Address sin, bool shared, Address out,
+                Strides out_strides) {
+    const auto [B, H, T, D] = sizes;
+    const auto [x_sequence, x_head, x_token] = x_strides;
+    const auto [out_sequence, out_head, out_token] = out_strides;
+    path.apply_rope({static_cast<DType>(dtype), B, H, T, D, at<void>(x),
+                     {x_sequence, x_head, x_token}, at<void>(cos), at<void>(sin), shared,
+                     at<void>(out), {out_sequence, out_head, out_token}});
+}
+
 void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_t first,
                   int64_t last, Address scores, Address valid, Address indices, Address counts) {
     const auto [B, H, n] = sizes;
@@ -310,6 +327,8 @@ NB_MODULE(_cpu, m) {
     m.def("linear", &linear, unlocked);
     m.def("packed_linear", &packed_linear, unlocked);
     m.def("unpack", &unpack, unlocked);
+    m.def("rms_norm", &rms_norm, unlocked);
+    m.def("apply_rope", &apply_rope, unlocked);
     m.def("top_k", &best_indices, unlocked);
     m.def("trim", &trim_choice, unlocked);
 }

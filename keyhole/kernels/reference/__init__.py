@@ -49,6 +49,7 @@ from keyhole.kernels.reference.projections import (
     linear_add,
     norm_linears,
     norm_swiglu,
+    rms_norm,
 )
 from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
 from keyhole.kernels.reference.rope import apply_rope, shift_rope
@@ -85,6 +86,7 @@ __all__ = [
     "prefill",
     "quantise",
     "recent_indices",
+    "rms_norm",
     "row_dim",
     "shift_rope",
     "sparse_prefill",

@@ -24,6 +24,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """An RMS norm over the last dimension, rounded once; x [..., I], weight [I]."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
 def norm_linears(
     x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, ...]:
@@ -31,13 +36,13 @@ def norm_linears(
 
     x [T, I], weights [O, I] each, biases [O] each or None. Returns one [T, O] for each weight.
     """
-    normed = F.rms_norm(x, norm[0].shape, *norm)
+    normed = rms_norm(x, *norm)
     return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def norm_swiglu(x: Tensor, norm: Norm, gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(n W_gate^T) * (n W_up^T) with n the RMS norm of x; x [T, I], weights [O, I]: [T, O]."""
-    normed = F.rms_norm(x, norm[0].shape, *norm)
+    normed = rms_norm(x, *norm)
     return F.silu(F.linear(normed, gate)) * F.linear(normed, up)
 
 

@@ -37,6 +37,7 @@ using Int8Digits = QueryForm<int8>;
 #ifdef KEYHOLE_CODES
 #include KEYHOLE_CODES
 #endif
+#include "norm_rope.h"
 #include "quantise.h"
 
 // `K` of a call: the dtype in which keys and values are stored.
@@ -86,6 +87,8 @@ KEYHOLE_BY_DTYPE(any_summary_scores, summary_scores, SummaryScores)
 KEYHOLE_BY_DTYPE(any_linear, linear, Linear)
 KEYHOLE_BY_DTYPE(any_packed_linear, packed_linear, PackedLinear)
 KEYHOLE_BY_DTYPE(any_unpack, unpack, Unpack)
+KEYHOLE_BY_DTYPE(any_rms_norm, rms_norm, RmsNorm)
+KEYHOLE_BY_DTYPE(any_apply_rope, apply_rope, Rope)
 #undef KEYHOLE_BY_DTYPE
 
 }  // namespace
@@ -93,6 +96,7 @@ KEYHOLE_BY_DTYPE(any_unpack, unpack, Unpack)
 extern const Path KEYHOLE_PATH;
 const Path KEYHOLE_PATH = {any_attend,        any_prefill,  any_quantise,
                            any_page_bounds,   any_bound_scores,
-                           any_summary_scores, any_linear,  any_packed_linear, any_unpack};
+                           any_summary_scores, any_linear,  any_packed_linear, any_unpack,
+                           any_rms_norm,      any_apply_rope};
 
 }  // namespace keyhole
