@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm as RMSNorm
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
@@ -62,6 +63,26 @@ def test_what_is_not_plain_is_left() -> None:
     assert not fast_layers.is_plain_rotary(modeling_glm4.apply_rotary_pos_emb)
     assert fast_layers.is_plain_rotary(modeling_llama.apply_rotary_pos_emb)
     assert fast_layers.faster(nn.Linear) is None
+
+
+def test_a_norm_without_a_weight_is_left() -> None:
+    """Gemma's are of one class: it ended in an AttributeError at the first token."""
+    with torch.no_grad():
+        network = nn.Sequential(RMSNorm(8), RMSNorm(8, with_scale=False))
+        x = torch.randn(3, 8)
+        wanted = network(x)
+        fast_layers.speed_up_norms(network)
+        assert [type(one) is RMSNorm for one in network] == [False, True]
+        torch.testing.assert_close(network(x), wanted)
+
+
+def test_numbers_of_another_dtype_than_the_weight_are_left_to_transformers() -> None:
+    network = nn.Sequential(modeling_llama.LlamaRMSNorm(8).bfloat16())
+    with torch.no_grad():
+        x = torch.randn(3, 8)
+        wanted = network(x)
+        fast_layers.speed_up_norms(network)
+        assert torch.equal(network(x), wanted)
 
 
 def test_gradients_go_through(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ using Int8Digits = QueryForm<int8>;
 #include "attend.h"
 #include KEYHOLE_PROMPT_TILES
 #include "prefill.h"
-#include "bounds.h"
 #include "summaries.h"
 #include "linear.h"
 #ifdef KEYHOLE_CODES
