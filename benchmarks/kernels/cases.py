@@ -15,10 +15,12 @@ class System:
     """One implementation of a case. run: computes the variant with this number, and is timed.
 
     check: as `run`, for a result that must first be read back; None: `run` returns it.
+    moved_bytes: None: the case's.
     """
 
     run: Callable[[int], Outputs]
     check: Callable[[int], Outputs] | None = None
+    moved_bytes: int | None = None
 
     def outputs(self, variant: int) -> Outputs:
         """The result to compare."""

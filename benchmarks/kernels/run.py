@@ -50,6 +50,7 @@ _CASES: dict[str, Callable[[Layer], Iterator[KernelCase]]] = {
     "top_k": choice_cases.top_k,
     "trim": choice_cases.trim,
     "linear": linear_cases.linear,
+    "packed_linear": linear_cases.packed_linear,
 }
 
 # Relative error that rounding explains; in uniform attention over 32,768 tokens, one wrong page
@@ -167,7 +168,7 @@ def measure_case(
             "rounds": rounds,
             "calls": calls,
             "why_not_replayed": made[name][1],
-            "moved_bytes": case.moved_bytes,
+            "moved_bytes": systems[name][1].moved_bytes or case.moved_bytes,
             "flops": case.flops,
             "relative_error": errors[name],
             "peer": peer,

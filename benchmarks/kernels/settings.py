@@ -23,6 +23,7 @@ OPS = (
     "top_k",
     "trim",
     "linear",
+    "packed_linear",
 )
 
 
