@@ -37,7 +37,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.kernels import PagedQuery
 from keyhole.models.batch import Batch, Chunk
-from keyhole.models.fast_layers import speed_up_linear
+from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
 from keyhole.models.weights.packing import pack_layers
 from keyhole.models.weights.weight_format import WeightFormat
@@ -215,7 +215,7 @@ def speed_up_draft(draft: DraftModel, device: torch.device) -> DraftModel:
     """
     if device.type == "cpu":
         pack_layers(draft.proposing_layers, WeightFormat(bits=4, group_size=32))
-    speed_up_linear(draft, device)
+    speed_up(draft, device)
     return draft
 
 
