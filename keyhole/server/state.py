@@ -29,23 +29,32 @@ from keyhole.server.settings import ServerConfig
 class Admission:
     """Counts running completions; those beyond the limit are refused at once.
 
-    storing: documents that are being stored while a client waits.
+    answering: requests of any kind that have no complete answer yet.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.running = self.storing = 0
+        self.running = self.answering = 0
         self.is_draining = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no client waits for work that a drain lets finish."""
-        return not (self.running or self.storing)
+        """Whether no client waits for an answer, which a drain lets finish."""
+        return not self.answering
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Counts a request until it is answered."""
+        self.answering += 1
+        try:
+            yield
+        finally:
+            self.answering -= 1
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
         """Counts `count` completions as running; ApiError 429 if too many, 503 while draining."""
-        self._require_open()
+        self.require_open()
         if self.running + count > self._limit:
             raise ApiError(
                 429,
@@ -61,17 +70,8 @@ class Admission:
         finally:
             self.running -= count
 
-    @contextmanager
-    def store(self) -> Iterator[None]:
-        """Counts a document that a client waits for; ApiError 503 while draining."""
-        self._require_open()
-        self.storing += 1
-        try:
-            yield
-        finally:
-            self.storing -= 1
-
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """ApiError 503 while draining."""
         if self.is_draining:
             raise draining()
 
