@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -24,6 +24,8 @@ from keyhole.server.monitoring.metrics import DocumentGauges, DocumentState, Met
 from keyhole.server.monitoring.traces import Traces, make_provider
 from keyhole.server.responses.history import History
 from keyhole.server.settings import ServerConfig
+
+_Any = TypeVar("_Any")
 
 
 class Admission:
@@ -117,14 +119,21 @@ class State:
     def retriever(self) -> Retriever:
         """Finds documents by words or, with an encoder, by meaning."""
         folder = self.documents.store.folder
+        found: Retriever = BM25(folder / "search.sqlite")
         if self.encoder is not None:
-            return EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
-        return BM25(folder / "search.sqlite")
+            found = EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
+        return self._first("retriever", found)
 
     @cached_property
     def encoding(self) -> DocumentQueue:
         """The queue of documents to be stored."""
-        return DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+        found = DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+        return self._first("encoding", found)
+
+    def _first(self, name: str, found: _Any) -> _Any:
+        """The value that a thread made first: since Python 3.12 several may make one at once."""
+        first: _Any = vars(self).setdefault(name, found)
+        return first
 
     def end_encoding(self) -> None:
         """Closes the queue of documents, if there is one."""
