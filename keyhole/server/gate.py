@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keyhole.config import bytes_text
-from keyhole.server.errors import GONE, ApiError, api_error
+from keyhole.server.errors import GONE, ApiError, api_error, cut_off
 from keyhole.server.monitoring import logs
 from keyhole.server.settings import is_local
 from keyhole.server.state import State
@@ -49,7 +50,8 @@ class Gate:
         logs.current.set(record)
         exchange = _Exchange(receive, send, record.id, self._config.max_body)
         try:
-            await self._answer(scope, headers, exchange)
+            with self._state.admission.answer():
+                await self._answer(scope, headers, exchange)
         finally:
             seconds, status = time.perf_counter() - begin, exchange.status
             route = getattr(scope.get("route"), "path", "other")
@@ -64,6 +66,11 @@ class Gate:
             if refused is not None:
                 raise refused
             await self._app(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:
+            if not self._state.admission.is_draining:
+                raise
+            if not exchange.status:
+                await cut_off().response()(scope, exchange.receive, exchange.send)
         except ClientDisconnect:  # while it sent its request
             if exchange.status:
                 return

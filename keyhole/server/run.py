@@ -34,6 +34,8 @@ logger = logging.getLogger("keyhole.server")
 #: How long the thread that answers may delay the one that runs steps; Python's default of 5 ms is
 #: as long as a step of a small model.
 SWITCH_S = 0.0005
+#: How long requests that the end cancels have to answer; none of them computes anything more.
+_LAST_WORDS_S = 1.0
 #: On other systems, libraries may not survive a fork.
 _FORKS = sys.platform == "linux"
 
@@ -132,8 +134,10 @@ def _answer(
             signal.signal(sig, signal.SIG_IGN)  # the other process handles them and sends "drain"
         torch.set_num_threads(1)  # a fork does not have the threads of torch's pool
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        remote = RemoteLLM(llm, Link(link))
-        _server(remote, config, ready, place).run(sockets=[place])
+        server = _server(RemoteLLM(llm, Link(link)), config, ready, place)
+        # Never closed, which would wait for threads, such as one that converts a large file.
+        runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
+        runner.run(server.serve(sockets=[place]))
         code = 0
     except BaseException:
         logger.exception("the process that answers HTTP failed")
@@ -186,6 +190,8 @@ class Server(uvicorn.Server):
         self._state.llm.end(cut_off())
         await asyncio.to_thread(self._state.end_encoding)
         await super().shutdown(sockets)
+        if ended := self.server_state.tasks:  # which say so to their clients
+            await asyncio.wait(ended, timeout=_LAST_WORDS_S)
         if self._state.traces is not None:
             await asyncio.to_thread(self._state.traces.flush)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -25,27 +25,38 @@ from keyhole.server.monitoring.traces import Traces, make_provider
 from keyhole.server.responses.history import History
 from keyhole.server.settings import ServerConfig
 
+_Any = TypeVar("_Any")
+
 
 class Admission:
     """Counts running completions; those beyond the limit are refused at once.
 
-    storing: documents that are being stored while a client waits.
+    answering: requests of any kind that have no complete answer yet.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.running = self.storing = 0
+        self.running = self.answering = 0
         self.is_draining = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no client waits for work that a drain lets finish."""
-        return not (self.running or self.storing)
+        """Whether no client waits for an answer, which a drain lets finish."""
+        return not self.answering
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Counts a request until it is answered."""
+        self.answering += 1
+        try:
+            yield
+        finally:
+            self.answering -= 1
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
         """Counts `count` completions as running; ApiError 429 if too many, 503 while draining."""
-        self._require_open()
+        self.require_open()
         if self.running + count > self._limit:
             raise ApiError(
                 429,
@@ -61,17 +72,8 @@ class Admission:
         finally:
             self.running -= count
 
-    @contextmanager
-    def store(self) -> Iterator[None]:
-        """Counts a document that a client waits for; ApiError 503 while draining."""
-        self._require_open()
-        self.storing += 1
-        try:
-            yield
-        finally:
-            self.storing -= 1
-
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """ApiError 503 while draining."""
         if self.is_draining:
             raise draining()
 
@@ -117,14 +119,21 @@ class State:
     def retriever(self) -> Retriever:
         """Finds documents by words or, with an encoder, by meaning."""
         folder = self.documents.store.folder
+        found: Retriever = BM25(folder / "search.sqlite")
         if self.encoder is not None:
-            return EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
-        return BM25(folder / "search.sqlite")
+            found = EmbeddingSearch(folder / "embeddings.sqlite", self.encoder)
+        return self._first("retriever", found)
 
     @cached_property
     def encoding(self) -> DocumentQueue:
         """The queue of documents to be stored."""
-        return DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+        found = DocumentQueue(self.documents, self.config.max_queue, lambda _: self.update_search())
+        return self._first("encoding", found)
+
+    def _first(self, name: str, found: _Any) -> _Any:
+        """The value that a thread made first: since Python 3.12 several may make one at once."""
+        first: _Any = vars(self).setdefault(name, found)
+        return first
 
     def end_encoding(self) -> None:
         """Closes the queue of documents, if there is one."""

@@ -14,11 +14,13 @@ import httpx2
 import openai
 import pytest
 
-from keyhole import LLM, CapacityError, SamplingParams
+from keyhole import LLM, AsyncLLM, CapacityError, SamplingParams
 from keyhole.documents.storage import LocalStaged
 from keyhole.engine.documents import encoder
 from keyhole.server.documents.queue import DocumentQueue, Job
 from keyhole.server.errors import ApiError
+from keyhole.server.settings import ServerConfig
+from keyhole.server.state import State
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 
@@ -309,3 +311,13 @@ def test_a_document_waits_for_pages_that_a_request_holds(tmp_path: Path) -> None
     thread.join(60)
     assert found[0].tokens == len(text)
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["encoding", "retriever"])
+def test_threads_that_come_at_once_share_one(llm: LLM, name: str) -> None:
+    """Since Python 3.12, `/metrics` and the first document could each make a queue of their own:
+    documents of the one that lost had no status, and could be neither cancelled nor waited for.
+    """
+    state = State(AsyncLLM(llm), ServerConfig())
+    make = vars(State)[name].func  # what each of the threads runs
+    assert make(state) is make(state) is getattr(state, name)

@@ -77,14 +77,14 @@ def test_more_than_the_limit_are_refused_at_once() -> None:
         pass
 
 
-def test_a_drain_waits_for_documents_that_clients_wait_for() -> None:
-    """Their clients got status 500, and new documents were taken meanwhile."""
+def test_a_drain_waits_for_every_request_and_takes_no_new_work() -> None:
+    """Only completions and documents counted: others got status 500 a second later."""
     admission = Admission(3)
-    with admission.store():
+    with admission.answer():
         admission.is_draining = True
         assert not admission.is_idle
-        with pytest.raises(ApiError, match="stopping") as caught, admission.store():
-            pass
+        with pytest.raises(ApiError, match="stopping") as caught:
+            admission.require_open()
         assert caught.value.status == 503
     assert admission.is_idle
 

@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,56 @@ def test_answers_that_outlast_the_drain_timeout_say_why_they_end() -> None:
     ended = json.loads(failed.removeprefix("data: "))
     assert ended["type"] == "response.failed"
     assert "the server shut down" in ended["response"]["error"]["message"]
+    assert not any("Traceback" in line for line in lines)
+
+
+@contextmanager
+def listing_documents(address: str, folder: Path) -> Iterator[tuple[socket.socket, Any]]:
+    """A request that waits in a thread of the server, and the lock on the index it waits for."""
+    host, port = address.removeprefix("http://").split(":")
+    assert httpx2.get(f"{address}/v1/documents").json()["data"] == []  # from here on it is open
+    with (
+        closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as index,
+        socket.create_connection((host, int(port))) as client,
+    ):
+        index.execute("BEGIN EXCLUSIVE")
+        client.sendall(b"GET /v1/documents HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert httpx2.get(f"{address}/health").status_code == 200
+        yield client, index
+
+
+@pytest.mark.slow
+def test_a_signal_lets_a_request_of_any_kind_finish(tmp_path: Path) -> None:
+    """One that was not a completion got status 500 after a second."""
+    flags = ("--memory", "64MiB", "--documents", str(tmp_path))
+    with (
+        process(*flags) as (server, address, lines),
+        listing_documents(address, tmp_path) as (client, index),
+    ):
+        server.send_signal(signal.SIGTERM)
+        while httpx2.get(f"{address}/ready").status_code == 200:
+            pass
+        time.sleep(1.5)  # longer than what is written at the end may take
+        index.execute("ROLLBACK")
+        assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+    assert server.returncode == 0
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_end_waits_for_no_thread(tmp_path: Path) -> None:
+    """The server ran on, deaf to signals, until the thread of a request had ended."""
+    flags = ("--memory", "64MiB", "--documents", str(tmp_path), "--drain-timeout", "0.1")
+    with (
+        process(*flags) as (server, address, lines),
+        listing_documents(address, tmp_path) as (client, _),
+    ):
+        server.send_signal(signal.SIGTERM)
+        answer = client.makefile("rb").read()
+        server.wait(30)  # it would wait for the lock for a minute
+    assert server.returncode == 0
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"the server shut down before this answer was complete" in answer
     assert not any("Traceback" in line for line in lines)
 
 

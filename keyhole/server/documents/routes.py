@@ -154,12 +154,12 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
         overwrite=body.overwrite,
         pinned=body.pinned,
     )
-    with state.admission.store():
-        await _enqueue(state, job, body.metadata, _caller(request, state))
-        if not wait:
-            return JSONResponse(_shown(name, None, job), 202)
-        # Shielded: a client that disconnects does not cancel the storing.
-        info = await asyncio.shield(asyncio.wrap_future(job.result))
+    state.admission.require_open()
+    await _enqueue(state, job, body.metadata, _caller(request, state))
+    if not wait:
+        return JSONResponse(_shown(name, None, job), 202)
+    # Shielded: a client that disconnects does not cancel the storing.
+    info = await asyncio.shield(asyncio.wrap_future(job.result))
     return JSONResponse(_shown(name, info, None), 201)
 
 
