@@ -169,7 +169,7 @@ def _check_own(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None
     ]
     if wrong:
-        flag = f"--{wrong[0].replace('_', '-')}"
+        flag = flags.flag_of(wrong[0])
         how = (
             "cannot be combined with --stable-layers"
             if arguments.stable_layers
