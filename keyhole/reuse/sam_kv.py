@@ -66,6 +66,7 @@ from torch.nn.functional import cosine_similarity
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, require_known, require_layers, setting
 from keyhole.errors import ConfigError
+from keyhole.registry import write_object
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 from keyhole.reuse.block_scores import (
     Blocks,
@@ -373,8 +374,8 @@ class Stability:
     scores: tuple[int, ...]
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON file that `SamKV(layers=...)` loads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Writes the JSON file that `SamKV(layers=...)` loads, as `write_object`."""
+        write_object(path, asdict(self), "the stable layers")
 
     @classmethod
     def load(cls, path: str | Path) -> Stability:
