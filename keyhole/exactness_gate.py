@@ -175,10 +175,15 @@ def families_of_transformers() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def measure_family(family: str) -> Exactness:
-    """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
+def require_family(family: str) -> None:
+    """UnknownNameError for a `model_type` of no family that generates text."""
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family not in CONFIG_MAPPING:
         raise UnknownNameError("family", family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def measure_family(family: str) -> Exactness:
+    """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
+    require_family(family)
     try:
         config = text_part(CONFIG_MAPPING[family](**_EXAMPLES.get(family, {})))
     except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone

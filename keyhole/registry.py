@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -258,12 +259,28 @@ class SettingsFile:
         return cls(**stored)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; ConfigError if it cannot be written."""
-        text = json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
-        try:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write the settings {str(path)!r}: {why(error)}") from error
+        """Writes the file as `write_object`."""
+        write_object(path, dataclasses.asdict(self), "the settings")
+
+
+def write_object(path: str | Path, found: Mapping[str, Any], what: str) -> None:
+    """Writes a JSON file. ConfigError if there is no room for it; the old one then stays.
+
+    what: its name in the error.
+    """
+    text = json.dumps(found, indent=2, allow_nan=False) + "\n"
+    named = Path(path)
+    place = named.resolve()  # the target of a link, which itself stays
+    part = place.with_name(f"{place.name}.part")
+    try:
+        if named.exists() and not (named.is_file() and os.access(place.parent, os.W_OK)):
+            named.write_text(text, encoding="utf-8")  # a pipe, or a folder that takes no new file
+            return
+        part.write_text(text, encoding="utf-8")
+        part.replace(place)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {what} {str(path)!r}: {why(error)}") from error
 
 
 def is_settings_file(method: object) -> bool:

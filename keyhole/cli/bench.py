@@ -174,7 +174,8 @@ def _check_own(arguments: argparse.Namespace, name: str) -> None:
     for field_name, benchmarks in owners.items():
         if name not in benchmarks and getattr(arguments, field_name) is not None:
             right = " and ".join(f"`keyhole bench {benchmark}`" for benchmark in benchmarks)
-            raise ConfigError(f"--{field_name} can be used with {right} only, not with {name}")
+            flag = flags.flag_of(field_name)
+            raise ConfigError(f"{flag} can be used with {right} only, not with {name}")
 
 
 def milliseconds(value: float) -> str:

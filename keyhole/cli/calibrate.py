@@ -127,10 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
     candidates_of(geometry.full_attention, *wanted)  # refused before the work
     found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
     placed = found.place(placement.method, *wanted, placement.measure or "mass")
-    if arguments.output:
-        placed.save(arguments.output)
-    if placement.plot:
-        layer_charts.recall_chart(found, placed, placement.plot)
     if arguments.json:
         others = [
             {"placement": name, "delta_layers": one.delta_layers, **found.cost(one)._asdict()}
@@ -140,6 +136,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(terminal.to_json({**vars(placed), **extra}))
     else:
         print(_text(placed, found, _others(found, *wanted)))
+    # After the results, which a disk without room must not cost.
+    if arguments.output:
+        placed.save(arguments.output)
+    if placement.plot:
+        layer_charts.recall_chart(found, placed, placement.plot)
+    if not arguments.json:
         for path in filter(None, (arguments.output, placement.plot)):
             print(f"written: {path}")
     return 0
@@ -169,7 +171,7 @@ def _check_own(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None
     ]
     if wrong:
-        flag = f"--{wrong[0].replace('_', '-')}"
+        flag = flags.flag_of(wrong[0])
         how = (
             "cannot be combined with --stable-layers"
             if arguments.stable_layers
@@ -304,12 +306,13 @@ def run_stable(
         block_size=settings.block_size,
         num_stable_layers=settings.num_stable_layers,
     )
-    found.save(output)
     if arguments.json:
         print(terminal.to_json({**vars(found), "output": output}))
-        return 0
-    print(_stable_text(found))
-    print(f"written: {output}")
+    else:
+        print(_stable_text(found))
+    found.save(output)  # after the results, which a disk without room must not cost
+    if not arguments.json:
+        print(f"written: {output}")
     return 0
 
 

@@ -57,7 +57,7 @@ def refuse(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value is not False:  # 0 is a value
-            flag = f"--{name.replace('_', '-')}"
+            flag = flags.flag_of(name)
             raise ConfigError(f"{flag} cannot be used with --suite {arguments.suite}")
 
 

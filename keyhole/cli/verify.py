@@ -193,9 +193,15 @@ def _run_models(arguments: argparse.Namespace) -> int:
     from tqdm.auto import tqdm
 
     from keyhole.cli.common.flags import quiet
-    from keyhole.exactness_gate import families_of_transformers, measure_family
+    from keyhole.exactness_gate import (
+        families_of_transformers,
+        measure_family,
+        require_family,
+    )
 
     quiet()
+    for name in arguments.family:
+        require_family(name)  # before the work on others
     names = arguments.family or families_of_transformers()
     exact = 0
     for name in tqdm(names, unit="family", leave=False, disable=None):

@@ -51,7 +51,7 @@ from keyhole.policies.selection_layers import (
     place_by_recall,
     place_by_shift,
 )
-from keyhole.reuse.sam_kv import NUM_STABLE, Stability, stable_layers
+from keyhole.reuse.sam_kv import NUM_STABLE, Stability, require_measurable, stable_layers
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
 Method = Literal["optimal", "paper"]
@@ -336,6 +336,9 @@ def measure(
             f"token id {wrong[0]} of a document is not one of this model's, 0 to "
             f"{model.vocab_size - 1}"
         )
+    lengths = [-(-len(document) // block_size) for document in documents]
+    depth = model.geometry(EngineConfig.page_size).num_layers
+    require_measurable(lengths, depth, num_stable_layers)  # before the work
     engine = LLM(model, max_batch=1, prefix_cache=False).engine
     alphas: list[Tensor] = []
     for document in tqdm(documents, unit="document", desc="calibrate", disable=None):

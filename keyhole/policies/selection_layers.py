@@ -16,6 +16,7 @@ from typing import Any
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers
 from keyhole.errors import ConfigError
+from keyhole.registry import write_object
 
 
 def settled(name: str, given: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
@@ -91,8 +92,8 @@ class Calibration:
     error: tuple[float, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON file that `Delta(layers=...)` loads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Writes the JSON file that `Delta(layers=...)` loads, as `write_object`."""
+        write_object(path, asdict(self), "the calibration")
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

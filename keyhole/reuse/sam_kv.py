@@ -66,6 +66,7 @@ from torch.nn.functional import cosine_similarity
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, require_known, require_layers, setting
 from keyhole.errors import ConfigError
+from keyhole.registry import write_object
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 from keyhole.reuse.block_scores import (
     Blocks,
@@ -373,8 +374,8 @@ class Stability:
     scores: tuple[int, ...]
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON file that `SamKV(layers=...)` loads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Writes the JSON file that `SamKV(layers=...)` loads, as `write_object`."""
+        write_object(path, asdict(self), "the stable layers")
 
     @classmethod
     def load(cls, path: str | Path) -> Stability:
@@ -420,12 +421,8 @@ def stable_layers(
     equal average ranks: the earlier block. ConfigError if no document has the 11 middle blocks that
     an outlier needs.
     """
-    most = max((alpha.shape[1] for alpha in alphas), default=0)
-    least = _LEAST_BLOCKS + _NUM_INITIAL + _NUM_LOCAL
-    right = f"documents with at least {least} blocks; the longest has {most}"
-    require(most >= least, "calibration documents", len(alphas), right)
-    depth = len(alphas[0])
-    require(is_count(num) and num <= depth, "num_stable_layers", num, f"from 1 to {depth}")
+    depth = len(alphas[0]) if alphas else 0
+    require_measurable([alpha.shape[1] for alpha in alphas], depth, num)
     scores = torch.zeros(depth, dtype=torch.int64)
     for every in alphas:
         alpha = every[:, ~default_ends(every.shape[1])]
@@ -436,6 +433,15 @@ def stable_layers(
         scores += outliers(alpha, sigmas)[:, main]
     order = sorted(range(depth), key=lambda layer: (-int(scores[layer]), -layer))
     return scores.tolist(), sorted(order[:num])
+
+
+def require_measurable(num_blocks: Sequence[int], depth: int, num: int) -> None:
+    """ConfigError if documents of these lengths cannot tell `num` layers of `depth`."""
+    most = max(num_blocks, default=0)
+    least = _LEAST_BLOCKS + _NUM_INITIAL + _NUM_LOCAL
+    right = f"documents with at least {least} blocks; the longest has {most}"
+    require(most >= least, "calibration documents", len(num_blocks), right)
+    require(is_count(num) and num <= depth, "num_stable_layers", num, f"from 1 to {depth}")
 
 
 def default_ends(num_blocks: int) -> Tensor:

@@ -302,6 +302,10 @@ MISTAKES = [
         "bench admission --dtype float32",
         "--dtype can be used with `keyhole bench decode` only, not with admission",
     ),
+    (
+        "bench decode --prompt-length 5",
+        "--prompt-length can be used with `keyhole bench serve` only, not with decode",
+    ),
     ("bench decode --systems llama_cpp", "unknown system 'llama_cpp'"),
     ("bench decode --contexts 50", "contexts (50,) must be multiples of 16 in ascending order"),
     ("bench decode --contexts many", "--contexts 'many' must be numbers such as 0,1"),

@@ -71,6 +71,7 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
         (("admission", "--systems", "full"), "--systems can be used with `keyhole bench decode`"),
         (("admission", "--dtype", "float32"), "--dtype can be used with `keyhole bench decode`"),
         (("decode", "--documents", "2"), "--documents can be used with `keyhole bench admission`"),
+        (("decode", "--time-limit", "9"), "--time-limit can be used with `keyhole bench serve`"),
         (("admission", "--documents", "0"), "documents 0 must be at least 1"),
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),

@@ -13,6 +13,7 @@ import keyhole
 from keyhole.policies.selection_layers import Calibration
 from keyhole.reuse.sam_kv import STABILITY_FILE, Stability
 from tests.cli.conftest import Run
+from tests.disks import files_at_most
 
 OPTIONS = ("--num-delta-layers", "1", "--full-layers", "0", "--token-budget", "32")
 OPTIONS += ("--max-tokens", "4", "--device", "cpu")
@@ -35,6 +36,22 @@ def test_recall_is_printed_and_layers_are_written(path: str, run: Run, tmp_path:
     assert plot.read_bytes().startswith(b"\x89PNG")
     policy = ("--policy", f"delta:layers={layers}", "--max-tokens", "2")
     assert run("generate", "x", "--model", path, "--device", "cpu", *policy).status == 0
+
+
+def test_results_are_printed_where_the_file_cannot_be_written(
+    path: str, run: Run, tmp_path: Path
+) -> None:
+    """A full disk cost the whole measurement, and the message did not name the file."""
+    data, layers = tmp_path / "data.jsonl", tmp_path / "layers.json"
+    data.write_text(json.dumps("A text of some length. " * 4))
+    with files_at_most(16):
+        ran = run(
+            "calibrate", "--model", path, *OPTIONS, "--data", str(data), "--output", str(layers)
+        )
+    assert ran.status == 2
+    assert "optimal placement by mass" in ran.out
+    assert f"cannot write the calibration '{layers}': File too large" in ran.err
+    assert not layers.exists()
 
 
 def test_a_whole_file_may_be_the_prompt(path: str, run: Run, tmp_path: Path) -> None:

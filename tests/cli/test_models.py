@@ -27,6 +27,16 @@ def test_an_object_for_each_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 <= found["error"] < 1e-4
 
 
+def test_an_unknown_family_is_refused_before_others_are_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A wrong name at the end of a list was found after all others had been measured."""
+    assert main(["models", "gpt2", "gtp2"]) == 2
+    shown = capsys.readouterr()
+    assert "unknown family 'gtp2'; did you mean 'gpt2'?" in shown.err
+    assert shown.out == ""
+
+
 def test_the_first_load_of_a_family_says_so_on_a_terminal(
     tmp_path_factory: pytest.TempPathFactory,
     capsys: pytest.CaptureFixture[str],

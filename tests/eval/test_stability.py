@@ -163,7 +163,9 @@ def test_texts_are_cut_into_documents(wide: Model) -> None:
     assert max(map(len, cut(wide, ["x" * 9000], block_size=1000, most=10))) == 2047
 
 
-def test_uninformative_documents_are_refused(wide: Model) -> None:
+def test_uninformative_documents_are_refused(wide: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some were refused only after all of them had been encoded, which may take minutes."""
+    monkeypatch.setattr("keyhole.eval.calibrate.encode", pytest.fail)
     with pytest.raises(ConfigError, match="at least 14 blocks; the longest has 10"):
         measure(wide, [[5] * 80], block_size=BLOCK)
     with pytest.raises(ConfigError, match="at least 14 blocks; the longest has 0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from keyhole.policies.selection_layers import (
     place_by_shift,
     rank_by_shift,
 )
+from tests.disks import files_at_most
 
 CALIBRATION = Calibration(
     model="some-model",
@@ -131,6 +133,27 @@ def test_a_number_of_layers_that_cannot_be_is_refused(count: int) -> None:
 def test_a_saved_calibration_is_read_again(tmp_path: Path) -> None:
     CALIBRATION.save(tmp_path / "layers.json")
     assert Calibration.load(tmp_path / "layers.json") == CALIBRATION
+
+
+def test_a_disk_without_room_leaves_the_old_calibration(tmp_path: Path) -> None:
+    """It was emptied, so that the model could not be loaded with DELTA any more."""
+    path = tmp_path / "layers.json"
+    CALIBRATION.save(path)
+    with (
+        files_at_most(16),
+        pytest.raises(ConfigError, match=r"cannot write the calibration '.*layers\.json': File"),
+    ):
+        replace(CALIBRATION, token_budget=32).save(path)
+    assert Calibration.load(path) == CALIBRATION
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_calibration_behind_a_link_is_replaced_there(tmp_path: Path) -> None:
+    link, path = tmp_path / "link.json", tmp_path / "layers.json"
+    link.symlink_to(path)
+    CALIBRATION.save(link)
+    assert link.is_symlink()
+    assert Calibration.load(path) == CALIBRATION
 
 
 def test_a_file_from_before_errors_were_measured_is_read(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def settings_of(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, Any]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {name: getattr(arguments, name, None) for name in fields}
     return {
-        name: read_setting(fields[name], text, _flag(name))
+        name: read_setting(fields[name], text, flag_of(name))
         for name, text in given.items()
         if text is not None
     }
@@ -279,7 +279,7 @@ def quiet() -> None:
 
 def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
     """Adds a flag; its value is text until `settings_of` converts it, None if it was not given."""
-    flag, text = _flag(field.name), _with_default(help_of(field), field)
+    flag, text = flag_of(field.name), _with_default(help_of(field), field)
     if field.type == "bool":
         _add_switch(group, field.name, field, text)
         return
@@ -294,7 +294,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any]) -> None:
 
 def _add_switch(group: Any, name: str, field: dataclasses.Field[Any], text: str) -> None:
     """Adds a flag without a value, which sets the opposite of the default."""
-    flag = _flag("no_" + name) if field.default else _flag(name)
+    flag = flag_of("no_" + name) if field.default else flag_of(name)
     text = f"do not {text}" if field.default else text
     const = str(not field.default)
     group.add_argument(
@@ -315,5 +315,6 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     return "SIZE" if is_size(field) else _METAVARS.get(kind_of(field), "TEXT")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
     return "--" + name.replace("_", "-")
