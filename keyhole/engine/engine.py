@@ -23,12 +23,15 @@ from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
-from keyhole.engine.limits import RequestLimits, adapter_number, end_ids, longest
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
+    RequestLimits,
     RequestPolicy,
+    adapter_number,
     beside,
+    end_ids,
+    longest,
     requested,
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
@@ -37,11 +40,7 @@ from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixe
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
-from keyhole.errors import (
-    CapacityError,
-    ConfigError,
-    is_out_of_memory,
-)
+from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
 from keyhole.grammar import Grammars
 from keyhole.models import device_map
 from keyhole.models.model import Model

@@ -24,8 +24,7 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import Demand
-from keyhole.engine.decode_inputs import page_limit
+from keyhole.engine.allocation import Demand, page_limit
 from keyhole.engine.documents.filling import Filling, Pace
 from keyhole.engine.fairness import FairQueue
 from keyhole.engine.request import RequestPolicy
