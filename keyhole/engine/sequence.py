@@ -213,6 +213,16 @@ class Sequence:
             self.unpaged.release()
             self.unpaged = None
 
+    def take_filled(self, filling: Filling) -> None:
+        """Takes the pages into which its documents were filled."""
+        assert filling.filled is not None, "it is let in when it is filled"
+        self.pages, self.filling = array("i", filling.take()), None
+        filled = filling.filled
+        self.num_computed, self.reused = filled.end, filled.reused
+        self.kept, self.packing, self.unpaged = filled.kept, filled.packing, filled.unpaged
+        if self.trace is not None:
+            self.trace.packing = filled.packing
+
     @property
     def reads(self) -> list[TokenReads] | None:
         """What was read for its generated tokens; None if not requested."""
@@ -264,6 +274,12 @@ class Sequence:
     def is_ready(self) -> bool:
         """Whether all known tokens are computed, so that the next one can be sampled."""
         return self.num_computed == len(self.tokens)
+
+    @property
+    def next_part(self) -> int:
+        """Tokens of its prompt that may be computed in one step: up to where its state is kept."""
+        begin = self.num_computed
+        return next((end for end in self.state_ends if end > begin), self.prefill_end) - begin
 
     @property
     def is_blocked(self) -> bool:

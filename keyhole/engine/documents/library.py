@@ -243,7 +243,7 @@ class Documents:
             np.asarray(tokens, np.int64),
             pages,
             block_size=block_size,
-            size=engine.scheduler.encoding_size,
+            size=engine.filler.encoding_size,
             head_runner=engine.head_runner,
             adapter=self.adapter,
         )
