@@ -35,7 +35,7 @@ from keyhole.engine.request import (
     requested,
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
-from keyhole.engine.sequence import Counters, DraftCounters, Sequence
+from keyhole.engine.sequence import DraftCounters, Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixes
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
@@ -423,6 +423,4 @@ class Engine:
             for sequence in plan.decodes:
                 sequence.offloaded = self.offloader.offloaded
         for sequence, load in zip(plan.decodes, runner.traffic(), strict=False):
-            sequence.counters += Counters(
-                hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
-            )
+            sequence.counters.add_loads(load.hits, load.misses, load.moved_bytes)

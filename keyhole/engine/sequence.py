@@ -97,16 +97,11 @@ class Counters:
         self.other_bytes += other_bytes
         self.steps += 1
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
-            self.attended_fraction + other.attended_fraction,
-            self.kv_bytes + other.kv_bytes,
-            self.other_bytes + other.other_bytes,
-            self.steps + other.steps,
-            self.hits + other.hits,
-            self.misses + other.misses,
-            self.moved_bytes + other.moved_bytes,
-        )
+    def add_loads(self, hits: int, misses: int, moved_bytes: int) -> None:
+        """Adds what one step found in the device's memory and what it loaded into it."""
+        self.hits += hits
+        self.misses += misses
+        self.moved_bytes += moved_bytes
 
 
 @dataclass(eq=False)
