@@ -15,139 +15,98 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from keyhole.async_llm import AsyncLLM
-    from keyhole.config import SamplingParams
-    from keyhole.engine.documents.filling import Reused
-    from keyhole.engine.sequence import Piece, Result, Stats
-    from keyhole.errors import (
-        CapacityError,
-        ConfigError,
-        KeyholeError,
-        ModelError,
-        NumericalError,
-        PromptTooLongError,
-        RequestError,
-        UnknownNameError,
+    from keyhole.async_llm import AsyncLLM as AsyncLLM
+    from keyhole.config import SamplingParams as SamplingParams
+    from keyhole.engine.documents.filling import Reused as Reused
+    from keyhole.engine.sequence import (
+        Piece as Piece,
+        Result as Result,
+        Stats as Stats,
     )
-    from keyhole.hf.hooks import SparseRun, SparseStats
-    from keyhole.hf.sparse import sparse
-    from keyhole.llm import LLM
-    from keyhole.policies import available_policies
-    from keyhole.policies.base import Policy
-    from keyhole.policies.clusterkv import ClusterKV
-    from keyhole.policies.controls import Full, SlidingWindow
-    from keyhole.policies.delta import Delta
-    from keyhole.policies.evicting.r_kv import RKV
-    from keyhole.policies.evicting.raas import RaaS
-    from keyhole.policies.evicting.snapkv import SnapKV
-    from keyhole.policies.infllm import InfLLM
-    from keyhole.policies.omnikv import OmniKV
-    from keyhole.policies.quest import Quest
-    from keyhole.policies.seer_attention_r import SeerAttentionR
-    from keyhole.policies.shadowkv import ShadowKV
-    from keyhole.policies.spe_context import SpeContext
-    from keyhole.policies.streaming_llm import StreamingLLM
-    from keyhole.policies.tidal_decode import TidalDecode
-    from keyhole.reuse import available_reuse_methods
-    from keyhole.reuse.base import Reuse
-    from keyhole.reuse.baselines import FullReuse, Recompute
-    from keyhole.reuse.cacheblend import CacheBlend
-    from keyhole.reuse.epic import Epic
-    from keyhole.reuse.multi_infllm import MultiInfLLM
-    from keyhole.reuse.sam_kv import SamKV
+    from keyhole.errors import (
+        CapacityError as CapacityError,
+        ConfigError as ConfigError,
+        KeyholeError as KeyholeError,
+        ModelError as ModelError,
+        NumericalError as NumericalError,
+        PromptTooLongError as PromptTooLongError,
+        RequestError as RequestError,
+        UnknownNameError as UnknownNameError,
+    )
+    from keyhole.hf.hooks import (
+        SparseRun as SparseRun,
+        SparseStats as SparseStats,
+    )
+    from keyhole.hf.sparse import sparse as sparse
+    from keyhole.llm import LLM as LLM
+    from keyhole.policies import available_policies as available_policies
+    from keyhole.policies.base import Policy as Policy
+    from keyhole.policies.clusterkv import ClusterKV as ClusterKV
+    from keyhole.policies.controls import (
+        Full as Full,
+        SlidingWindow as SlidingWindow,
+    )
+    from keyhole.policies.delta import Delta as Delta
+    from keyhole.policies.evicting.r_kv import RKV as RKV
+    from keyhole.policies.evicting.raas import RaaS as RaaS
+    from keyhole.policies.evicting.snapkv import SnapKV as SnapKV
+    from keyhole.policies.infllm import InfLLM as InfLLM
+    from keyhole.policies.omnikv import OmniKV as OmniKV
+    from keyhole.policies.quest import Quest as Quest
+    from keyhole.policies.seer_attention_r import SeerAttentionR as SeerAttentionR
+    from keyhole.policies.shadowkv import ShadowKV as ShadowKV
+    from keyhole.policies.spe_context import SpeContext as SpeContext
+    from keyhole.policies.streaming_llm import StreamingLLM as StreamingLLM
+    from keyhole.policies.tidal_decode import TidalDecode as TidalDecode
+    from keyhole.reuse import available_reuse_methods as available_reuse_methods
+    from keyhole.reuse.base import Reuse as Reuse
+    from keyhole.reuse.baselines import (
+        FullReuse as FullReuse,
+        Recompute as Recompute,
+    )
+    from keyhole.reuse.cacheblend import CacheBlend as CacheBlend
+    from keyhole.reuse.epic import Epic as Epic
+    from keyhole.reuse.multi_infllm import MultiInfLLM as MultiInfLLM
+    from keyhole.reuse.sam_kv import SamKV as SamKV
 
-_PLACES = {
-    "LLM": "keyhole.llm",
-    "AsyncLLM": "keyhole.async_llm",
-    "Result": "keyhole.engine.sequence",
-    "Piece": "keyhole.engine.sequence",
-    "Stats": "keyhole.engine.sequence",
-    "Reused": "keyhole.engine.documents.filling",
-    "sparse": "keyhole.hf.sparse",
-    "SparseRun": "keyhole.hf.hooks",
-    "SparseStats": "keyhole.hf.hooks",
-    "SamplingParams": "keyhole.config",
-    "Policy": "keyhole.policies.base",
-    "available_policies": "keyhole.policies",
-    "Full": "keyhole.policies.controls",
-    "SlidingWindow": "keyhole.policies.controls",
-    "StreamingLLM": "keyhole.policies.streaming_llm",
-    "Quest": "keyhole.policies.quest",
-    "SpeContext": "keyhole.policies.spe_context",
-    "Delta": "keyhole.policies.delta",
-    "TidalDecode": "keyhole.policies.tidal_decode",
-    "OmniKV": "keyhole.policies.omnikv",
-    "InfLLM": "keyhole.policies.infllm",
-    "RaaS": "keyhole.policies.evicting.raas",
-    "RKV": "keyhole.policies.evicting.r_kv",
-    "SnapKV": "keyhole.policies.evicting.snapkv",
-    "ClusterKV": "keyhole.policies.clusterkv",
-    "ShadowKV": "keyhole.policies.shadowkv",
-    "SeerAttentionR": "keyhole.policies.seer_attention_r",
-    "Reuse": "keyhole.reuse.base",
-    "available_reuse_methods": "keyhole.reuse",
-    "Recompute": "keyhole.reuse.baselines",
-    "FullReuse": "keyhole.reuse.baselines",
-    "SamKV": "keyhole.reuse.sam_kv",
-    "CacheBlend": "keyhole.reuse.cacheblend",
-    "Epic": "keyhole.reuse.epic",
-    "MultiInfLLM": "keyhole.reuse.multi_infllm",
-    "KeyholeError": "keyhole.errors",
-    "ConfigError": "keyhole.errors",
-    "UnknownNameError": "keyhole.errors",
-    "ModelError": "keyhole.errors",
-    "RequestError": "keyhole.errors",
-    "PromptTooLongError": "keyhole.errors",
-    "CapacityError": "keyhole.errors",
-    "NumericalError": "keyhole.errors",
+#: The public names of each module.
+_MODULES = {
+    "keyhole.async_llm": "AsyncLLM",
+    "keyhole.config": "SamplingParams",
+    "keyhole.engine.documents.filling": "Reused",
+    "keyhole.engine.sequence": "Piece Result Stats",
+    "keyhole.errors": "CapacityError ConfigError KeyholeError ModelError "
+    "NumericalError PromptTooLongError RequestError UnknownNameError",
+    "keyhole.hf.hooks": "SparseRun SparseStats",
+    "keyhole.hf.sparse": "sparse",
+    "keyhole.llm": "LLM",
+    "keyhole.policies": "available_policies",
+    "keyhole.policies.base": "Policy",
+    "keyhole.policies.clusterkv": "ClusterKV",
+    "keyhole.policies.controls": "Full SlidingWindow",
+    "keyhole.policies.delta": "Delta",
+    "keyhole.policies.evicting.r_kv": "RKV",
+    "keyhole.policies.evicting.raas": "RaaS",
+    "keyhole.policies.evicting.snapkv": "SnapKV",
+    "keyhole.policies.infllm": "InfLLM",
+    "keyhole.policies.omnikv": "OmniKV",
+    "keyhole.policies.quest": "Quest",
+    "keyhole.policies.seer_attention_r": "SeerAttentionR",
+    "keyhole.policies.shadowkv": "ShadowKV",
+    "keyhole.policies.spe_context": "SpeContext",
+    "keyhole.policies.streaming_llm": "StreamingLLM",
+    "keyhole.policies.tidal_decode": "TidalDecode",
+    "keyhole.reuse": "available_reuse_methods",
+    "keyhole.reuse.base": "Reuse",
+    "keyhole.reuse.baselines": "FullReuse Recompute",
+    "keyhole.reuse.cacheblend": "CacheBlend",
+    "keyhole.reuse.epic": "Epic",
+    "keyhole.reuse.multi_infllm": "MultiInfLLM",
+    "keyhole.reuse.sam_kv": "SamKV",
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "LLM",
-    "RKV",
-    "AsyncLLM",
-    "CacheBlend",
-    "CapacityError",
-    "ClusterKV",
-    "ConfigError",
-    "Delta",
-    "Epic",
-    "Full",
-    "FullReuse",
-    "InfLLM",
-    "KeyholeError",
-    "ModelError",
-    "MultiInfLLM",
-    "NumericalError",
-    "OmniKV",
-    "Piece",
-    "Policy",
-    "PromptTooLongError",
-    "Quest",
-    "RaaS",
-    "Recompute",
-    "RequestError",
-    "Result",
-    "Reuse",
-    "Reused",
-    "SamKV",
-    "SamplingParams",
-    "SeerAttentionR",
-    "ShadowKV",
-    "SlidingWindow",
-    "SnapKV",
-    "SparseRun",
-    "SparseStats",
-    "SpeContext",
-    "Stats",
-    "StreamingLLM",
-    "TidalDecode",
-    "UnknownNameError",
-    "available_policies",
-    "available_reuse_methods",
-    "sparse",
-    "tiny",
-]
+__all__ = [*_PLACES, "tiny"]  # noqa: PLE0604 # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def tiny() -> str:

@@ -90,12 +90,11 @@ def _read_biases(texts: Sequence[str], name: str) -> dict[int, float]:
     return found
 
 
-_TRUTH = {"true": True, "false": False}
 _BY_KIND: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "bool": lambda text: _TRUTH[text.lower()],
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "tuple[int, ...]": lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
     "Names": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
     "Budgets": lambda text: tuple(part.strip() for part in text.split(",")),
@@ -276,7 +275,6 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value))
         require(self.n >= 1, "n", self.n, "at least 1")
         self._require_number("max_tokens", "at least 1", lambda x: x >= 1)
-        self._require_number("temperature", "at least 0", lambda x: x >= 0)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
         right = f"from {1 / _MOST_FACTOR:g} to {_MOST_FACTOR:g}"
@@ -285,7 +283,7 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):  # OpenAI's range
             self._require_number(name, "from -2 to 2", lambda x: -2 <= x <= 2)
-        for name in ("top_k", "logprobs", "seed", "min_tokens"):
+        for name in ("temperature", "top_k", "logprobs", "seed", "min_tokens"):
             self._require_number(name, "at least 0", lambda x: x >= 0)
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
@@ -454,14 +452,8 @@ class EngineConfig:
                 f"prefix_store {self.prefix_store!r} cannot be used with draft {self.draft!r}: the "
                 "keys and values of the draft are not stored; leave one of them out"
             )
-        for name in (
-            "memory",
-            "total_memory",
-            "max_length",
-            "prefix_store_bytes",
-            "hot_document_bytes",
-            "host_document_bytes",
-        ):
+        sizes = (field.name for field in dataclasses.fields(self) if is_size(field))
+        for name in ("max_length", *sizes):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
         if self.prefix_store_bytes is not None and self.prefix_store is None:

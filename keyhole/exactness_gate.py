@@ -32,11 +32,11 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.device_map import DeviceMap
-from keyhole.models.loading import adopt, is_remote, load
+from keyhole.models.loading import adopt, load
 from keyhole.models.locate import Origin
 from keyhole.models.model import Model
+from keyhole.models.model_config import is_remote, text_part
 from keyhole.models.shrink import random_model, shrink
-from keyhole.models.text_part import text_part
 from keyhole.policies.controls import Full
 
 #: Largest difference of logits, in units of their standard deviation. Exact families differ by

@@ -6,7 +6,7 @@ Eight questions over the same four documents of 1,600 words. For each ordered pa
 the first one keeps, in tokens of all layers; the line has their means:
 
 unchanged: stored numbers, as they were read, not computed again.
-shared: pages that the second question takes as they are (`page_keys.py`).
+shared: pages that the second question takes as they are (`filled_pages.page_keys`).
 in_each_layer: unchanged in both, layer by layer: page lists per layer could share it.
 in_all_layers: unchanged in both and in every layer: pages of one block could share it.
 paired: pages that could be shared if unchanged blocks had pages of their own, paired over the
@@ -30,7 +30,7 @@ import benchmarks
 from benchmarks import command
 from keyhole import LLM, SamKV, SamplingParams
 from keyhole.cache.packing import Packing
-from keyhole.engine.documents.page_keys import page_keys
+from keyhole.engine.documents.filled_pages import page_keys
 from keyhole.engine.documents.prompt import assemble
 from keyhole.eval.tiny_language.documents import MIN_WORDS, make
 from keyhole.reuse.base import RecomputePlan

@@ -30,6 +30,7 @@ from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSetti
 from keyhole.cache.layout import Geometry, bytes_per_page
 from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.kernels import cpu
 from keyhole.models import device_map, families
 from keyhole.models.attention import NAME
 from keyhole.models.fast_layers import speed_up
@@ -37,11 +38,6 @@ from keyhole.models.model import Model
 from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.policies import make_policy
 from keyhole.retrieval.head import RetrievalHead
-
-try:
-    from keyhole.kernels import _cpu
-except ImportError:  # see keyhole/kernels/cpu.py
-    _cpu = None  # type: ignore[assignment]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see clear_refs in proc(5): the peak becomes what is resident now
@@ -95,7 +91,7 @@ def release_memory() -> None:
 
 def workspace_bytes() -> int:
     """Bytes of the buffers that the C++ kernels keep for this thread; 0 without them."""
-    return 0 if _cpu is None else _cpu.workspace_bytes()
+    return 0 if cpu.extension is None else cpu.extension.workspace_bytes()
 
 
 def _field(file: Path, name: str) -> int:

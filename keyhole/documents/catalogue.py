@@ -25,8 +25,6 @@ from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.documents.storage import Entry, Lease, StorageBackend, is_free, locked
 from keyhole.errors import StorageFullError, UnknownNameError
 
-__all__ = ["Catalogue"]
-
 _SOURCE = re.compile(r"[0-9a-f]{32}\.txt")
 _RECORD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}\.safetensors")
 # An error is one line.

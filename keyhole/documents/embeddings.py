@@ -28,8 +28,6 @@ from keyhole.errors import ConfigError, first_line
 if TYPE_CHECKING:
     import apsw
 
-__all__ = ["EmbeddingSearch", "SentenceEncoder"]
-
 _WAIT_MS = 60_000
 #: Passages that are encoded at once.
 _BATCH = 16

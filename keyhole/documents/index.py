@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 from keyhole.documents.source import SourceFile
 
-__all__ = ["DocumentInfo", "Index", "record_file"]
-
 _T = TypeVar("_T")
 _VERSION = 2
 _WAIT_S = 60.0

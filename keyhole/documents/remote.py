@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RemoteReader", "RemoteStaged", "RemoteStorage", "open_storage"]
-
 # Protocols whose uploads are atomic. "memory" is fsspec's own, within one process.
 _OBJECT_STORES = set("s3 s3a gs gcs abfs abfss az adl oss oci hf memory".split())
 _PARTS = "parts"

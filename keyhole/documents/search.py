@@ -20,8 +20,6 @@ from keyhole.config import is_count, require
 from keyhole.documents.index import DocumentInfo
 from keyhole.errors import ConfigError
 
-__all__ = ["BM25", "Found", "Retriever"]
-
 _WAIT_S = 60.0
 _SCHEMA = """
 CREATE VIRTUAL TABLE IF NOT EXISTS texts USING fts5(

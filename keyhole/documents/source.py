@@ -21,9 +21,6 @@ from keyhole.config import is_count
 from keyhole.documents.integrity import RecordError, canonical, is_sealed, seal, sha256
 from keyhole.errors import ConfigError
 
-__all__ = ["HEAD_BYTES", "Source", "SourceFile", "check_name", "file_of", "metadata_text"]
-
-
 #: Tokens of a block, SamKV's unit (section 4.1).
 BLOCK_SIZE = 64
 

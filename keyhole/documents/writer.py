@@ -21,8 +21,6 @@ from keyhole.documents.source import Source, SourceFile
 from keyhole.documents.storage import Staged
 from keyhole.errors import ConfigError
 
-__all__ = ["Writer"]
-
 
 class Writer:
     """One model's changes to a store; see `DocumentStore` for the arguments."""

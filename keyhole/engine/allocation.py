@@ -84,6 +84,24 @@ def sequence_bytes(policy: Policy, geometry: Geometry) -> int:
     )
 
 
+def widest_window(geometry: Geometry) -> int:
+    """The largest sliding window of any layer, 0 without one."""
+    return max((layer.window or 0 for layer in geometry.layers), default=0)
+
+
+def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
+    """The most pages of a sequence of `length` tokens, of which `prompt` are its prompt."""
+    size = geometry.page_size
+    pages, prompt_pages = -(-length // size), -(-prompt // size)
+    allowed = policy.page_limit(np.asarray([prompt_pages]), size)
+    if allowed is None:
+        return pages
+    window = widest_window(geometry)
+    # An evicted page is held until it has left every window.
+    seen = -(-window // size) + 1 if window else 0
+    return min(pages, int(allowed[0]) + seen)
+
+
 def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
     """Layers that may be offloaded under a policy, resolved.
 

@@ -16,6 +16,7 @@ from keyhole.cache.kept_tokens import KeptTokenRows, KeptTokenTable, RetainedPag
 from keyhole.cache.layout import Geometry
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
+from keyhole.engine.allocation import widest_window
 from keyhole.engine.sequence import Sequence
 from keyhole.policies.base import Policy
 
@@ -191,24 +192,6 @@ class Eviction:
     def _is_unseen(self, entry: int, position: int) -> bool:
         """Whether an entry is outside of all sliding windows from `position` on."""
         return (entry + 1) * self._cache.page_size - 1 <= position - self._window
-
-
-def widest_window(geometry: Geometry) -> int:
-    """The largest sliding window of any layer, 0 without one."""
-    return max((layer.window or 0 for layer in geometry.layers), default=0)
-
-
-def page_limit(policy: Policy, geometry: Geometry, prompt: int, length: int) -> int:
-    """The most pages of a sequence of `length` tokens, of which `prompt` are its prompt."""
-    size = geometry.page_size
-    pages, prompt_pages = -(-length // size), -(-prompt // size)
-    allowed = policy.page_limit(np.asarray([prompt_pages]), size)
-    if allowed is None:
-        return pages
-    window = widest_window(geometry)
-    # An evicted page is held until it has left every window.
-    seen = -(-window // size) + 1 if window else 0
-    return min(pages, int(allowed[0]) + seen)
 
 
 class SequenceState:

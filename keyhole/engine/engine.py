@@ -23,25 +23,24 @@ from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
-from keyhole.engine.limits import RequestLimits, adapter_number, end_ids, longest
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.request import (
     PolicySpec,
+    RequestLimits,
     RequestPolicy,
+    adapter_number,
     beside,
+    end_ids,
+    longest,
     requested,
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
-from keyhole.engine.sequence import Counters, DraftCounters, Sequence
+from keyhole.engine.sequence import DraftCounters, Sequence
 from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixes
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
-from keyhole.errors import (
-    CapacityError,
-    ConfigError,
-    is_out_of_memory,
-)
+from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
 from keyhole.grammar import Grammars
 from keyhole.models import device_map
 from keyhole.models.model import Model
@@ -424,6 +423,4 @@ class Engine:
             for sequence in plan.decodes:
                 sequence.offloaded = self.offloader.offloaded
         for sequence, load in zip(plan.decodes, runner.traffic(), strict=False):
-            sequence.counters += Counters(
-                hits=load.hits, misses=load.misses, moved_bytes=load.moved_bytes
-            )
+            sequence.counters.add_loads(load.hits, load.misses, load.moved_bytes)

@@ -16,10 +16,15 @@ class FairQueue(deque[Sequence]):
 
     Start-time fair queueing: a caller's next request gets the turn after its last one, or the
     current turn if that one is past. The requests of one caller stay in order.
+
+    shares_prompts: whether a prompt may be shared, so that one waits for another that computes it.
+    stalled: the sequence whose documents wait for pages of running ones; nothing overtakes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_prompts: bool) -> None:
         super().__init__()
+        self.stalled: Sequence | None = None
+        self._shares_prompts = shares_prompts
         self._turn = 0  # the latest that was admitted
         self._next_turns: dict[str, int] = {}  # by caller
 
@@ -39,6 +44,40 @@ class FairQueue(deque[Sequence]):
         """Takes a sequence out, whose turn has come."""
         self.remove(sequence)
         self._turn = max(self._turn, sequence.turn)
+
+    @property
+    def begun(self) -> Sequence | None:
+        """The sequence whose documents are being filled, or are filled already."""
+        return next((one for one in self if one.filling is not None), None)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the documents of a sequence are being filled."""
+        begun = self.begun
+        return begun is not None and begun.wants_documents
+
+    def next_to_run(self) -> Sequence | None:
+        """The first sequence that may run now, or None.
+
+        Skips sequences whose documents are not filled yet, or whose prompt another one computes.
+        """
+        for one in self:
+            if one is self.stalled:
+                return None
+            if not one.wants_documents and not self._is_blocked(one):
+                return one
+        return None
+
+    def next_to_fill(self, *, is_room: bool) -> Sequence | None:
+        """The sequence whose documents are filled now, or None; is_room: for another to begin."""
+        begun = self.begun
+        if begun is None and is_room:
+            # Requests before it in the queue get pages first.
+            begun = next((one for one in self if not self._is_blocked(one)), None)
+        return begun if begun is not None and begun.wants_documents else None
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        return self._shares_prompts and sequence.is_blocked
 
 
 class FairLock:

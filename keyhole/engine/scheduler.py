@@ -24,9 +24,8 @@ from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import Demand
-from keyhole.engine.decode_inputs import page_limit
-from keyhole.engine.documents.filling import Filling, Pace
+from keyhole.engine.allocation import Demand, page_limit
+from keyhole.engine.documents.filling import Pace
 from keyhole.engine.fairness import FairQueue
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
@@ -90,7 +89,7 @@ class Scheduler:
         pace: Pace,
         recurrent: RecurrentState | None = None,
     ) -> None:
-        self.waiting = FairQueue()
+        self.waiting = FairQueue(shares_prompts=prefix is not None)
         self.running: list[Sequence] = []
         self._cache = cache
         self._prefix = prefix
@@ -101,7 +100,6 @@ class Scheduler:
         self._max_length = max_length
         self._known = known
         self._pace = pace
-        self._stalled: Sequence | None = None  # its documents wait for pages of running sequences
         self.lent: list[int] = []  # pages in which documents are being encoded
         self._slots = list(range(config.max_batch - 1, -1, -1))
         self._most_of_one = max(1, int(config.max_prefill_share * config.prefill_chunk))
@@ -129,7 +127,7 @@ class Scheduler:
         """
         if not budget or not plan.chunks:
             return
-        left = [self._left(s) - count for s, count in plan.chunks]
+        left = [s.next_part - count for s, count in plan.chunks]
         for place in sorted(range(len(left)), key=left.__getitem__):
             sequence, count = plan.chunks[place]
             if sequence.context is None and sequence.slot >= 0:
@@ -142,8 +140,9 @@ class Scheduler:
 
         Returns the prompt tokens that are left of the budget.
         """
-        while budget and self._free_slots and not plan.preempted:
-            sequence = self._next()
+        # One slot is reserved for the request being filled.
+        while budget and len(self._slots) > self.waiting.is_filling and not plan.preempted:
+            sequence = self.waiting.next_to_run()
             if sequence is None:
                 break
             try:
@@ -179,7 +178,7 @@ class Scheduler:
                 f"them does not fit into {self._cache.max_pages * self._cache.page_size} tokens of "
                 "KV cache; raise memory=, or keep less"
             )
-        self._stalled = sequence
+        self.waiting.stalled = sequence
 
     def demand(self) -> Demand | None:
         """The demand of running sequences; None while a request waits for pages."""
@@ -226,11 +225,8 @@ class Scheduler:
         """Adds the computed full pages of a sequence to the prefix cache."""
         if self._prefix is None or sequence.context is not None:
             return
-        exact = 0
-        if sequence.exact:
-            dense = sequence.under.policy.dense
-            exact = sequence.num_computed if dense else sequence.num_prompt
-        count = sequence.num_computed
+        count, dense = sequence.num_computed, sequence.under.policy.dense
+        exact = (count if dense else sequence.num_prompt) if sequence.exact else 0
         if sequence.num_settled is not None:
             count = min(count, sequence.num_settled)
         pages = sequence.pages
@@ -245,62 +241,26 @@ class Scheduler:
             group=sequence.page_group,
         )
 
-    def _next(self) -> Sequence | None:
-        """The first waiting sequence that may run now, or None.
-
-        Skips sequences whose documents are not filled yet, or whose prompt another one computes.
-        Stops at a sequence whose documents wait for pages: it must not be overtaken.
-        """
-        for one in self.waiting:
-            if one is self._stalled:
-                return None
-            if not one.wants_documents and not self._is_blocked(one):
-                return one
-        return None
-
     def _filling(self) -> Sequence | None:
         """The sequence whose documents are filled now: the one that began, or the first."""
-        if self._stalled is not None:
+        if self.waiting.stalled is not None:
             if self.running or self.lent:
                 return None
-            self._stalled = None  # nothing else holds pages
-        begun = next((one for one in self.waiting if one.filling is not None), None)
-        if begun is not None:
-            return begun if begun.wants_documents else None
-        if not self._slots:
-            return None
-        ready = (one for one in self.waiting if not self._is_blocked(one))
-        # Requests before it in the queue get pages first.
-        first = next(ready, None)
-        return first if first is not None and first.wants_documents else None
-
-    def _is_blocked(self, sequence: Sequence) -> bool:
-        # Without a prefix cache there is nothing to share.
-        return self._prefix is not None and sequence.is_blocked
-
-    @property
-    def _free_slots(self) -> int:
-        """Slots for new sequences: one is reserved for the request being filled."""
-        return len(self._slots) - any(one.wants_documents and one.filling for one in self.waiting)
+            self.waiting.stalled = None  # nothing else holds pages
+        return self.waiting.next_to_fill(is_room=bool(self._slots))
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt for one step; few of a question over documents while others decode.
 
         A prompt takes only its share while other prompts are to be computed.
         """
-        left = self._left(sequence)
+        left = sequence.next_part
         if self._are_others(sequence):
             budget = min(budget, self._most_of_one)
         if sequence.context is None or not any(one.is_decoding for one in self.running):
             return min(budget, left)
         # These tokens share matrix products with the decoding ones, so any number of them will do.
         return min(left, budget, self._pace.tokens)
-
-    def _left(self, sequence: Sequence) -> int:
-        """Tokens of a prompt that may be computed in one step: up to where its state is kept."""
-        begin = sequence.num_computed
-        end = next((end for end in sequence.state_ends if end > begin), sequence.prefill_end)
-        return end - begin
 
     def _keep_state(self, sequence: Sequence) -> None:
         """Keeps the recurrent state of a prompt that has come to one of `state_ends`."""
@@ -329,13 +289,13 @@ class Scheduler:
         if sequence.filling is None:
             self._reuse(sequence)
         else:
-            self._take_filled(sequence, sequence.filling)
+            sequence.take_filled(sequence.filling)
             self._check_room(sequence)
         if not self._reserve_all(sequence):
             self._release(sequence)
             sequence.num_computed = 0
             if sequence.context is not None and self.running:
-                self._stalled = sequence
+                self.waiting.stalled = sequence
             return False
         if sequence.context is None:
             sequence.num_computed = self._known(sequence)
@@ -407,7 +367,7 @@ class Scheduler:
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:
         while not self._reserve(sequence, sequence.num_computed + count):
-            begun = next((one for one in self.waiting if one.filling is not None), None)
+            begun = self.waiting.begun
             if begun is not None:
                 self.out_of_pages(begun)
                 continue
@@ -439,18 +399,6 @@ class Scheduler:
         """Evicts up to `count` pages of cached prefixes that no request uses; returns how many."""
         return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
 
-    def _take_filled(self, sequence: Sequence, filling: Filling) -> None:
-        """Transfers the filled pages to the sequence."""
-        assert filling.filled is not None, "it is let in when it is filled"
-        sequence.pages, sequence.filling = array("i", filling.take()), None
-        filled = filling.filled
-        sequence.num_computed = filled.end
-        sequence.kept, sequence.packing = filled.kept, filled.packing
-        sequence.unpaged = filled.unpaged
-        sequence.reused = filled.reused
-        if sequence.trace is not None:
-            sequence.trace.packing = filled.packing
-
     def _check_room(self, sequence: Sequence) -> None:
         """CapacityError if the kept and the coming tokens can never fit together."""
         length = min(sequence.token_limit, self._max_length)
@@ -479,30 +427,23 @@ class Scheduler:
         """Registers pages in which a document is encoded; `take_back` frees them."""
         self.lent += pages
 
-    def encoding_size(self, left: int) -> int:
-        """The tokens of a document to encode at once: few while sequences decode."""
-        chunk = self._config.prefill_chunk
-        if any(sequence.is_decoding for sequence in self.running):
-            return self._pace.part(left, chunk)
-        return min(left, chunk)
-
     def take_back(self, pages: Collection[int]) -> None:
         """Frees pages of `lent`; requests that wait for pages may use them."""
         gone = set(pages)
         self.lent = [page for page in self.lent if page not in gone]
         self._cache.release(pages)
-        self._stalled = None
+        self.waiting.stalled = None
 
     def _drop(self, sequence: Sequence) -> None:
         """Releases the pages that its documents were filled into."""
-        if sequence is self._stalled:
-            self._stalled = None
+        if sequence is self.waiting.stalled:
+            self.waiting.stalled = None
         if sequence.filling is not None:
             sequence.filling.release()
             sequence.filling = None
 
     def _leave(self, sequence: Sequence) -> None:
-        self._stalled = None  # pages are free again
+        self.waiting.stalled = None  # pages are free again
         self._release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1

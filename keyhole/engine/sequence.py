@@ -97,16 +97,11 @@ class Counters:
         self.other_bytes += other_bytes
         self.steps += 1
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
-            self.attended_fraction + other.attended_fraction,
-            self.kv_bytes + other.kv_bytes,
-            self.other_bytes + other.other_bytes,
-            self.steps + other.steps,
-            self.hits + other.hits,
-            self.misses + other.misses,
-            self.moved_bytes + other.moved_bytes,
-        )
+    def add_loads(self, hits: int, misses: int, moved_bytes: int) -> None:
+        """Adds what one step found in the device's memory and what it loaded into it."""
+        self.hits += hits
+        self.misses += misses
+        self.moved_bytes += moved_bytes
 
 
 @dataclass(eq=False)
@@ -213,6 +208,16 @@ class Sequence:
             self.unpaged.release()
             self.unpaged = None
 
+    def take_filled(self, filling: Filling) -> None:
+        """Takes the pages into which its documents were filled."""
+        assert filling.filled is not None, "it is let in when it is filled"
+        self.pages, self.filling = array("i", filling.take()), None
+        filled = filling.filled
+        self.num_computed, self.reused = filled.end, filled.reused
+        self.kept, self.packing, self.unpaged = filled.kept, filled.packing, filled.unpaged
+        if self.trace is not None:
+            self.trace.packing = filled.packing
+
     @property
     def reads(self) -> list[TokenReads] | None:
         """What was read for its generated tokens; None if not requested."""
@@ -264,6 +269,12 @@ class Sequence:
     def is_ready(self) -> bool:
         """Whether all known tokens are computed, so that the next one can be sampled."""
         return self.num_computed == len(self.tokens)
+
+    @property
+    def next_part(self) -> int:
+        """Tokens of its prompt that may be computed in one step: up to where its state is kept."""
+        begin = self.num_computed
+        return next((end for end in self.state_ends if end > begin), self.prefill_end) - begin
 
     @property
     def is_blocked(self) -> bool:

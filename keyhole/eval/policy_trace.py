@@ -208,13 +208,13 @@ class SelectionMap:
     that the answer needs.
     """
 
-    shares: np.ndarray
     layer: int
     prompt_tokens: int
     steps: int
     tokens_per_column: int = 1
     steps_per_row: int = 1
     marks: tuple[int, ...] = ()
+    shares: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -229,15 +229,7 @@ class SelectionMap:
     def to_json(self) -> dict[str, Any]:
         """As stored in a line: the fields, with the shares packed (zlib, base64)."""
         packed = base64.b64encode(zlib.compress(self.shares.tobytes(), 9)).decode()
-        return {
-            "layer": self.layer,
-            "prompt_tokens": self.prompt_tokens,
-            "steps": self.steps,
-            "tokens_per_column": self.tokens_per_column,
-            "steps_per_row": self.steps_per_row,
-            "marks": list(self.marks),
-            "shares": packed,
-        }
+        return vars(self) | {"marks": list(self.marks), "shares": packed}
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> SelectionMap:

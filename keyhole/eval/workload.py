@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 
 from keyhole.config import SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.engine.sequence import Counters
 from keyhole.engine.sequence import Sequence as Running
 from keyhole.errors import ConfigError
 from keyhole.eval.tasks import Sample, Task, token_counter
@@ -67,17 +66,18 @@ class Served:
 
     def costs(self) -> dict[str, Any]:
         """The fields of a line for the costs; see docs/evaluation.md."""
-        total = sum((s.counters for s in self.sequences), Counters())
-        steps = total.steps or None
+        counters = [s.counters for s in self.sequences]
+        steps = sum(c.steps for c in counters) or None
+        num_bytes = sum(c.kv_bytes + c.other_bytes for c in counters)
         prompts = [s.stats().prompt_attended_fraction for s in self.sequences]
         read = [share for share in prompts if share is not None]
         return {
             "tokens_generated": statistics.fmean(map(len, self.generated)),
             "answer_lengths": [len(tokens) for tokens in self.generated],
-            "decode_steps": total.steps,
-            "read_share": steps and total.attended_fraction / steps,
+            "decode_steps": steps or 0,
+            "read_share": steps and sum(c.attended_fraction for c in counters) / steps,
             "prompt_read_share": statistics.fmean(read) if read else None,
-            "bytes_per_step": steps and (total.kv_bytes + total.other_bytes) / steps,
+            "bytes_per_step": steps and num_bytes / steps,
             "step_ms": self.step_ms,
             "step_batch": self.step_batch,
             "peak_bytes": self.peak_bytes,

@@ -328,8 +328,8 @@ class Hooks:
         reads = cache.runner.end(call.plan, call.token_ids, call.positions, call.batch)
         cache.advance(Q)
         run.prompt_tokens += sum(count for _, count in call.plan.chunks)
-        for fraction, kv_bytes, other_bytes in reads.tolist():
-            run.counters += Counters(fraction, kv_bytes, other_bytes, 1)
+        for row in reads.tolist():
+            run.counters.add_step(*row)
         cache.runner.evict()
         if call.plan.decodes:
             run.step_ms.append(1e3 * (time.perf_counter() - call.begin))

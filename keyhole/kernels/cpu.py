@@ -20,12 +20,13 @@ from keyhole.kernels.reference.packed import BlockWeight, PackedWeight
 from keyhole.kernels.reference.quantised import is_quantised
 from keyhole.kernels.selection import Selection
 
-#: The compiled module; None if it is not installed.
-extension: Any
 try:
-    from keyhole.kernels import _cpu as extension
+    from keyhole.kernels import _cpu
 except ImportError:  # built without a compiler, or run from a bare copy of the source
-    extension = None
+    _cpu = None
+
+#: The compiled module; None if it is not installed. It checks its arguments itself.
+extension: Any = _cpu
 
 #: The dtypes that it accepts, and their codes.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

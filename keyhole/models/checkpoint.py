@@ -1,14 +1,8 @@
 """A model's shape, weights and peak activations, read from its files without loading torch.
 
-A model's shape, read from its files without loading torch or weights.
-
 Weights are counted from the headers of the safetensors files if they are next to the config, else
-from the config.
-
-The weights and peak activations of a model of a supported family.
-
-Counted from the fields of its config, as transformers builds the modules; nothing is loaded. A test
-compares the counts with real models.
+from the fields of the config, as transformers builds the modules. A test compares the counts with
+real models.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,7 +135,8 @@ _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 #: A GGUF file's number for the format of most of its tensors, where these are not quantised blocks.
 _OF_GGUF = {0: "float32", 1: "float16"}
 _LONGEST_HEADER = 100_000_000  # as safetensors itself has it
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+#: The number of a layer in the name of a weight.
+LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,40 +209,6 @@ def _check_planned(config: Any, name: str) -> None:
             f"model {name!r} ({config.model_type}) selects tokens by an indexer of its own, which "
             "reads the keys of every layer in every step: no layer can be offloaded"
         )
-
-
-def require_same(network: Any, report: Mapping[str, Any], name: str) -> None:
-    """ModelError for weights that a network needs and a checkpoint lacks, or has in another shape.
-
-    And for layers of the checkpoint that the network does not have. Unless its config counts them
-    as predictors of further tokens, for which there is no place here. report: of transformers,
-    which leaves out what the model's class expects in a checkpoint and does not use.
-    """
-    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of "
-            f"another shape, the first is {missing[0]}"
-        )
-    config = network.config
-    predictors = int(getattr(config, "num_nextn_predict_layers", None) or 0)
-    depths: dict[str, int] = {}
-    for prefix, layer in _layers(key for key, _ in network.named_parameters()):
-        depths[prefix] = max(depths.get(prefix, 0), layer + 1)
-    for prefix, layer in sorted(_layers(report["unexpected_keys"]), reverse=True):
-        if prefix in depths and layer >= depths[prefix] + predictors:
-            raise ModelError(
-                f"the checkpoint {name!r} has {layer + 1} layers, but its config says "
-                f"num_hidden_layers {config.num_hidden_layers}: set it to {layer + 1} in "
-                "config.json, or give the config that belongs to these weights"
-            )
-
-
-def _layers(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """The number of the layer of each weight that is in one, after the names before it."""
-    for name in names:
-        if found := _LAYER.search(name):
-            yield name[: found.start(1)], int(found[1])
 
 
 def read(
@@ -354,7 +315,7 @@ def _count(headers: list[dict[str, Any]], config: Any) -> int:
     depth, count = int(config.num_hidden_layers), 0
     for header in headers:
         for name, tensor in header.items():
-            layer = _LAYER.search(name)
+            layer = LAYER.search(name)
             # Layers beyond the last (DeepSeek's for training) and copies of tied weights stay out.
             beyond = layer is not None and int(layer[1]) >= depth
             tied = name == "lm_head.weight" and config.tie_word_embeddings

@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, extract_commit_hash
 
 from keyhole.errors import (
     CapacityError,
@@ -45,7 +41,6 @@ from keyhole.models.locate import (
     ModelFiles,
     Origin,
     bundled_name,
-    lacks_tokenizer,
     locate,
     named,
 )
@@ -56,6 +51,15 @@ from keyhole.models.model import (
     Model,
     require_defaults,
 )
+from keyhole.models.model_config import (
+    TEXT_WEIGHTS,
+    announce,
+    check_ids,
+    load_tokenizer,
+    read_tokenizer,
+    read_whole_config,
+    text_part,
+)
 from keyhole.models.modules import (
     indexer,
     own_attention,
@@ -64,15 +68,15 @@ from keyhole.models.modules import (
     sequence_rope,
 )
 from keyhole.models.modules.fused_layer import fuse_layers
-from keyhole.models.text_part import TEXT_WEIGHTS, announce, text_part
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.safetensors_files import damage, tokenizer_damage
+from keyhole.models.weights.safetensors_files import damage
 from keyhole.models.weights.stored import (
     check_stored,
     log_once,
     require_known,
+    require_same,
     require_scales_used,
     require_suitable,
 )
@@ -83,7 +87,6 @@ from keyhole.reuse.sam_kv import STABILITY_FILE
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
 
-_TEMPLATE = "chat_template.jinja"
 #: Attention of a network while it is made: some classes know only transformers' own kinds then.
 _FIRST = "eager"
 
@@ -139,7 +142,7 @@ def load_files(
     _require_cpu(wanted, place)
     name, shown = found.name, found.shown
     require_applied(found)
-    whole = _read_whole_config(found)
+    whole = read_whole_config(found)
     config = text_part(whole)
     families.check(config, shown)
     require_attention(config, device_map, shown)
@@ -171,7 +174,7 @@ def load_files(
     bundled = bundled_name(name)
     if bundled is not None:
         _say_it_is_a_demonstration(bundled)
-    words = _tokenizer(found) if tokenizer is None else tokenizer
+    words = read_tokenizer(found) if tokenizer is None else tokenizer
     model = _model(name, network, place, words, wanted, adapters)
     model = replace(model, layer_devices=layers)
     if found.adapter is not None:
@@ -220,7 +223,7 @@ def _load_network(
         raise ModelError(
             f"the weights of {shown!r} cannot be loaded: {line}{why and '; '}{why}"
         ) from error
-    checkpoint.require_same(network, report, shown)
+    require_same(network, report, shown)
     require_scales_used(config, report["unexpected_keys"], shown)
     _attend_by_pages(network)
     return network
@@ -323,7 +326,7 @@ def _model(
     chosen = read_adapters(network, adapters or {}, name)
     if wanted is not None:
         pack_weights(network, wanted, name)
-    _check_ids(name, tokenizer, int(config.vocab_size))
+    check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
     indexer.adapt(network, name)
@@ -373,102 +376,6 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-
-
-def read_config(found: ModelFiles) -> Any:
-    """Transformers' config of a model, or of its language model; ModelError if unreadable."""
-    return text_part(_read_whole_config(found))
-
-
-def _read_whole_config(found: ModelFiles) -> Any:
-    if found.gguf is not None:
-        gguf_file.require_packages()
-    try:
-        config = AutoConfig.from_pretrained(found.name, **found.options)
-        if found.gguf is not None:
-            gguf_file.complete(config, found.config)
-        if is_remote(config):  # the code that the gate measures is that of this commit, too
-            config._commit_hash = extract_commit_hash(str(found.config), None)
-        else:  # the gate measures transformers' class, so that class runs
-            config.__dict__.pop("auto_map", None)
-        return config
-    except ModelError:
-        raise
-    except Exception as error:  # any library involved may raise its own error
-        _require_trust(found, error, "belongs to a family that transformers does not have")
-        why = "" if found.gguf is None else f"; {gguf_file.DAMAGED}"
-        raise ModelError(
-            f"the config of {found.shown!r} cannot be read: {one_line(error)}{why}"
-        ) from error
-
-
-def is_remote(config: Any) -> bool:
-    """Whether its class is code of a checkpoint, which the user has trusted."""
-    return bool(type(config).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."))
-
-
-def _require_trust(found: ModelFiles, error: Exception, what: str) -> None:
-    """ModelError if the error is that code of the model would have to run, and may not."""
-    if "trust_remote_code" in str(error) and not found.origin.trust_remote_code:
-        raise ModelError(
-            f"{found.shown!r} {what}, and comes with its own code; that code can do anything that "
-            "you can: to run it, give trust_remote_code=True or --trust-remote-code"
-        ) from error
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or hub id; None for a folder without one. ModelError if damaged."""
-    return _tokenizer(ModelFiles(name, Path(name), None, False))
-
-
-def _tokenizer(found: ModelFiles) -> Any:
-    """That of the adapter, if it has one, else that of the model, with the adapter's template."""
-    if found.adapter is not None:
-        own = _tokenizer(found.of_adapter)
-        if own is not None:
-            return own
-        words, template = _tokenizer(replace(found, adapter=None)), found.adapter / _TEMPLATE
-        if words is not None and template.is_file():
-            words.chat_template = template.read_text()
-        return words
-    in_folder = Path(found.name).is_dir()
-    if in_folder and found.gguf is None and lacks_tokenizer(found):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(found.name, **found.options)
-    except Exception as error:
-        _require_trust(found, error, "has a tokenizer that transformers does not have")
-        if not in_folder and found.config.is_file() and lacks_tokenizer(found):
-            where = f" in the local cache, and {found.unreachable}" if found.unreachable else ""
-            logging.getLogger("keyhole").warning(
-                "%r has no tokenizer%s: it takes token ids only", found.shown, where
-            )
-            return None
-        folder = Path(found.name) if in_folder else found.config.parent
-        line = (found.gguf is None and tokenizer_damage(folder)) or one_line(error)
-        raise ModelError(f"the tokenizer of {found.shown!r} cannot be loaded: {line}") from error
-
-
-def _check_ids(name: str, tokenizer: Any, vocab_size: int) -> None:
-    """ModelError for an object that is not a tokenizer; warns if it has ids that the model lacks.
-
-    Such tokenizers are common: a padding token was added after training.
-    """
-    if tokenizer is None:
-        return
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(
-            f"the tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}"
-        )
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= vocab_size:
-        logging.getLogger("keyhole").warning(
-            "the tokenizer of %r has ids up to %d, but the model has a vocabulary of %d; prompts "
-            "with larger ids are refused",
-            name,
-            largest,
-            vocab_size,
-        )
 
 
 def _eos(network: Any, config: Any) -> frozenset[int]:

@@ -18,8 +18,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
 from keyhole.models.families import rope_lengths
-from keyhole.models.loading import is_remote, read_config
 from keyhole.models.locate import ModelFiles
+from keyhole.models.model_config import is_remote, read_config
 from keyhole.models.weights import gguf_file
 
 # Sizes of the small model. Heads of 16 numbers leave room for partial rotation; six layers show

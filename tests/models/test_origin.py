@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from keyhole import LLM, ConfigError, ModelError, SamplingParams
 from keyhole.cli import main
-from keyhole.models import loading
 from keyhole.models.loading import load
 from keyhole.models.locate import ADAPTER, Origin, locate
+from keyhole.models.model_config import read_tokenizer
 from tests.checkpoints import make_model, make_network
 
 _COMMITS = {"main": "0" * 40, "v2": "1" * 40}
@@ -230,9 +230,9 @@ def test_a_hub_that_answers_says_whether_there_is_a_tokenizer(
     found = dataclasses.replace(locate("some/body"), unreachable=None)
     if refused:
         with pytest.raises(ModelError, match="cannot be loaded"):
-            loading._tokenizer(found)
+            read_tokenizer(found)
     else:
-        assert loading._tokenizer(found) is None
+        assert read_tokenizer(found) is None
     answer.assert_called_once()
 
 

@@ -31,8 +31,14 @@ class DocumentFiller:
         host = HostBlocks(config.host_document_bytes or 0)
         self.hot = HotBlocks(config.hot_document_bytes or 0, host)
         self._scheduler = scheduler
-        self._pace = pace
+        self._pace, self._chunk = pace, config.prefill_chunk
         self._document_prefill = document_prefill
+
+    def encoding_size(self, left: int) -> int:
+        """The tokens of a document to encode at once: few while sequences decode."""
+        if any(sequence.is_decoding for sequence in self._scheduler.running):
+            return self._pace.part(left, self._chunk)
+        return min(left, self._chunk)
 
     def go_on(self, plan: SchedulerOutput, spent: float) -> None:
         """Runs units of `plan.filling`; spent: seconds of the step so far.

@@ -26,7 +26,7 @@ from keyhole.documents.store import (
 from keyhole.engine.documents.encoder import allocate, encode_in_pieces
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
-from keyhole.engine.limits import adapter_number
+from keyhole.engine.request import adapter_number
 from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization import Prompt, encode_text, given_ids
@@ -243,7 +243,7 @@ class Documents:
             np.asarray(tokens, np.int64),
             pages,
             block_size=block_size,
-            size=engine.scheduler.encoding_size,
+            size=engine.filler.encoding_size,
             head_runner=engine.head_runner,
             adapter=self.adapter,
         )

@@ -26,7 +26,7 @@ from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.unpaged_keys import UnpagedTokens
-from keyhole.engine.documents.filled_pages import FilledPages, fill_key
+from keyhole.engine.documents.filled_pages import FilledPages, PageKey, fill_key, page_keys
 from keyhole.engine.documents.filling import (
     Context,
     Filled,
@@ -39,7 +39,6 @@ from keyhole.engine.documents.filling import (
 from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses, PassTokens
 from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.loader import Loader, PlacedHead
-from keyhole.engine.documents.page_keys import PageKey, page_keys
 from keyhole.engine.documents.read_ahead import PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request

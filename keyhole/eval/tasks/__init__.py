@@ -30,24 +30,6 @@ from keyhole.eval.tasks.retrieval import KEY_VALUE, NIAH, PASSKEY
 from keyhole.eval.tasks.tracing import DERIVATIONS, VT
 from keyhole.registry import Spec, written
 
-__all__ = [
-    "PLAIN",
-    "RULER",
-    "TINY",
-    "TINY_FORMS",
-    "CountTokens",
-    "Sample",
-    "Task",
-    "answered",
-    "changed_settings",
-    "make_task",
-    "names",
-    "parse",
-    "task_name",
-    "tasks",
-    "token_counter",
-]
-
 _RULER = (*NIAH, VT, CWE, FWE, *QA)
 _OTHERS = (KEY_VALUE, PASSKEY, *DERIVATIONS, *MULTI_DOCUMENT)
 _TINY = (*TINY_ITEMS, *TINY_NEEDLES, *TINY_DOCUMENTS)

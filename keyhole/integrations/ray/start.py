@@ -19,8 +19,8 @@ from keyhole.integrations.ray.replica import Conversations, Replica, reason
 from keyhole.integrations.ray.routing import AffinityRouter
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.models import families
-from keyhole.models.loading import read_config
 from keyhole.models.locate import locate
+from keyhole.models.model_config import read_config
 from keyhole.registry import require_depth
 
 #: Far more than a machine's connections: the replicas have limits, the front only forwards.

@@ -30,86 +30,6 @@ def _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
 
 @triton.jit
 def _rotary(
-    query,
-    key,
-    cos,
-    sin,
-    out_query,
-    out_key,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_cb,
-    stride_ct,
-    stride_sb,
-    stride_st,
-    num_tokens,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """A block of heads of one token; the key heads follow the query heads."""
-    row = tl.program_id(0).to(tl.int64)
-    sequence, token = row // num_tokens, row % num_tokens
-    d = tl.arange(0, HALF_PADDED)
-    cos += sequence * stride_cb + token * stride_ct
-    sin += sequence * stride_sb + token * stride_st
-    cos1 = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
-    cos2 = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
-    sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
-    sin2 = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
-
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
-    mask = (head < QUERY_HEADS)[:, None] & (d < HALF)[None]
-    source = query + sequence * stride_qb + token * stride_qt + head * stride_qh
-    target = out_query + (row * QUERY_HEADS + head) * 2 * HALF
-    whole = source[:, None] + d[None], target[:, None] + d[None]
-    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
-
-    head -= QUERY_HEADS
-    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
-    source = key + sequence * stride_kb + token * stride_kt + head * stride_kh
-    target = out_key + (row * KEY_HEADS + head) * 2 * HALF
-    whole = source[:, None] + d[None], target[:, None] + d[None]
-    _turned(whole[0], whole[1], mask, cos1, cos2, sin1, sin2, HALF)
-
-
-def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference. The heads of a token are contiguous in the output."""
-    (batch, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
-    out_query = query.new_empty(batch, tokens, query_heads, dim)
-    out_key = key.new_empty(batch, tokens, key_heads, dim)
-    if batch * tokens:
-        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-        _rotary[batch * tokens, -(-(query_heads + key_heads) // _HEADS)](
-            query,
-            key,
-            cos,
-            sin,
-            out_query,
-            out_key,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *cos.stride()[:2],
-            *sin.stride()[:2],
-            tokens,
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            HALF=dim // 2,
-            HALF_PADDED=triton.next_power_of_2(dim // 2),
-            HEADS=_HEADS,
-            num_warps=2,
-        )
-    return out_query.transpose(1, 2), out_key.transpose(1, 2)
-
-
-@triton.jit
-def _rotary_append(
     key_pages,
     value_pages,
     query,
@@ -134,6 +54,8 @@ def _rotary_append(
     stride_vh,
     stride_cos,
     stride_sin,
+    num_angles,
+    PAGES: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -142,13 +64,16 @@ def _rotary_append(
     HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of heads of one token: first the queries', then the keys', then the values'."""
+    """A block of heads of one token: the queries', then the keys', and with PAGES the values'."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF_PADDED)
-    cos, sin = cos + token * stride_cos, sin + token * stride_sin
+    angle = token
+    if not PAGES:  # sequences of a batch may share their angles
+        angle = token % num_angles
+    cos, sin = cos + angle * stride_cos, sin + angle * stride_sin
     cos1 = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
     cos2 = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
     sin1 = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None]
@@ -160,24 +85,77 @@ def _rotary_append(
     target = out_query + (token * QUERY_HEADS + head[:, None]) * 2 * HALF + d[None]
     _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
 
-    slot = tl.load(slots + token)
-    page, place = slot // SIZE, slot % SIZE
+    if PAGES:
+        slot = tl.load(slots + token)
+        page, place = slot // SIZE, slot % SIZE
     head -= QUERY_HEADS
     mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
     source = key + token * stride_k + head[:, None] * stride_kh + d[None]
     target = out_key + (token * KEY_HEADS + head[:, None]) * 2 * HALF + d[None]
     _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
-    target = (
-        key_pages + page * stride_kp + place * stride_kpt + head[:, None] * stride_kph + d[None]
-    )
-    _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF)
+    if PAGES:
+        target = key_pages + page * stride_kp + place * stride_kpt + head[:, None] * stride_kph
+        _turned(source, target + d[None], mask, cos1, cos2, sin1, sin2, HALF)
 
-    head -= KEY_HEADS
-    mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
-    source = value + token * stride_v + head[:, None] * stride_vh + d[None]
-    target = value_pages + page * stride_vp + place * stride_vpt + head[:, None] * stride_vph
-    tl.store(target + d[None], tl.load(source, mask=mask), mask=mask)
-    tl.store(target + HALF + d[None], tl.load(source + HALF, mask=mask), mask=mask)
+        head -= KEY_HEADS
+        mask = ((head >= 0) & (head < KEY_HEADS))[:, None] & (d < HALF)[None]
+        source = value + token * stride_v + head[:, None] * stride_vh + d[None]
+        target = value_pages + page * stride_vp + place * stride_vpt + head[:, None] * stride_vph
+        tl.store(target + d[None], tl.load(source, mask=mask), mask=mask)
+        tl.store(target + HALF + d[None], tl.load(source + HALF, mask=mask), mask=mask)
+
+
+def _apply(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, pages: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries [T, Hq, D] and keys [T, Hkv, D]; cos and sin [n, D] repeat every n tokens.
+
+    pages: of keys and of values, new values [T, Hkv, D] and the slots where they are written, too.
+    """
+    (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
+    out_query, out_key = query.new_empty(query.shape), key.new_empty(key.shape)
+    key_pages, value_pages, value, slots = pages or (key,) * 4  # pointers that are not used
+    heads = query_heads + (2 if pages else 1) * key_heads
+    if tokens:
+        _rotary[tokens, -(-heads // _HEADS)](
+            key_pages,
+            value_pages,
+            query,
+            key,
+            value,
+            cos,
+            sin,
+            slots,
+            out_query,
+            out_key,
+            *key_pages.stride()[:3],
+            *value_pages.stride()[:3],
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            len(cos),
+            PAGES=bool(pages),
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            SIZE=key_pages.shape[2],
+            HALF=dim // 2,
+            HALF_PADDED=triton.next_power_of_2(dim // 2),
+            HEADS=_HEADS,
+            num_warps=2,
+            **overlap.options(),
+        )
+    return out_query, out_key
+
+
+def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference. The heads of a token are contiguous in the output."""
+    batch, tokens = len(query), query.shape[2]
+    query, key = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
+    turned = _apply(query, key, cos.flatten(0, 1), sin.flatten(0, 1))
+    query, key = (x.unflatten(0, (batch, tokens)).transpose(1, 2) for x in turned)
+    return query, key
 
 
 def apply_rope_and_append(
@@ -191,42 +169,12 @@ def apply_rope_and_append(
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As the reference; in two launches for pages of 8 bits and values of another size."""
-    (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
-    if reference.is_quantised(key_pages) or value.shape[2] != dim or not tokens:
-        heads = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        turned = apply_rope(*heads, cos[None], sin[None])
-        query, key = (x[0].transpose(0, 1) for x in turned)
+    if reference.is_quantised(key_pages) or value.shape[2] != query.shape[2]:
+        query, key = _apply(query, key, cos, sin)
         append(key_pages, value_pages, key, value, slots)
         return query, key
-    out_query, out_key = query.new_empty(query.shape), key.new_empty(key.shape)
-    _rotary_append[tokens, -(-(query_heads + 2 * key_heads) // _HEADS)](
-        key_pages,
-        value_pages,
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        slots.long().contiguous(),
-        out_query,
-        out_key,
-        *key_pages.stride()[:3],
-        *value_pages.stride()[:3],
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        QUERY_HEADS=query_heads,
-        KEY_HEADS=key_heads,
-        SIZE=key_pages.shape[2],
-        HALF=dim // 2,
-        HALF_PADDED=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
-        num_warps=2,
-        **overlap.options(),
-    )
-    return out_query, out_key
+    pages = key_pages, value_pages, value, slots.long().contiguous()
+    return _apply(query, key, cos, sin, pages)
 
 
 @triton.jit

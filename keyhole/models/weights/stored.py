@@ -1,17 +1,18 @@
-"""Quantised checkpoints, which transformers' own quantisers load.
+"""Checks of a checkpoint's weights that no library performs while loading.
 
-Checks of bitsandbytes' packed weights that no library performs while loading.
+Quantised checkpoints are loaded by transformers' own quantisers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from keyhole.errors import ConfigError, ModelError
+from keyhole.models.checkpoint import LAYER
 from keyhole.models.weights.weight_format import DEQUANTISED
 
 
@@ -59,6 +60,40 @@ def require_scales_used(config: Any, unused: Iterable[str], name: str) -> None:
             f"the weights of {name!r} are quantised (the first scale is {scales[0]}), but its "
             "config has no quantization_config that says how; give the config that belongs to them"
         )
+
+
+def require_same(network: Any, report: Mapping[str, Any], name: str) -> None:
+    """ModelError for weights that a network needs and a checkpoint lacks, or has in another shape.
+
+    And for layers of the checkpoint that the network does not have. Unless its config counts them
+    as predictors of further tokens, for which there is no place here. report: of transformers,
+    which leaves out what the model's class expects in a checkpoint and does not use.
+    """
+    missing = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of "
+            f"another shape, the first is {missing[0]}"
+        )
+    config = network.config
+    predictors = int(getattr(config, "num_nextn_predict_layers", None) or 0)
+    depths: dict[str, int] = {}
+    for prefix, layer in _layers(key for key, _ in network.named_parameters()):
+        depths[prefix] = max(depths.get(prefix, 0), layer + 1)
+    for prefix, layer in sorted(_layers(report["unexpected_keys"]), reverse=True):
+        if prefix in depths and layer >= depths[prefix] + predictors:
+            raise ModelError(
+                f"the checkpoint {name!r} has {layer + 1} layers, but its config says "
+                f"num_hidden_layers {config.num_hidden_layers}: set it to {layer + 1} in "
+                "config.json, or give the config that belongs to these weights"
+            )
+
+
+def _layers(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """The number of the layer of each weight that is in one, after the names before it."""
+    for name in names:
+        if found := LAYER.search(name):
+            yield name[: found.start(1)], int(found[1])
 
 
 def _fields(stored: Any) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from keyhole import LLM, ModelError
-from keyhole.models.loading import load, read_config
+from keyhole.models.loading import load
 from keyhole.models.locate import locate
+from keyhole.models.model_config import read_config
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.packing import BlockLinear
 from tests.checkpoints import VOCAB_SIZE, make_network, make_tokenizer

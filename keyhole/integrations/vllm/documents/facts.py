@@ -18,9 +18,10 @@ from keyhole.documents.source import default_place
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models import families
-from keyhole.models.loading import load_files, load_tokenizer
+from keyhole.models.loading import load_files
 from keyhole.models.locate import locate
 from keyhole.models.model import Model
+from keyhole.models.model_config import load_tokenizer
 from keyhole.models.positions import RopeShift
 from keyhole.models.shrink import mapped
 from keyhole.reuse.sam_kv import STABILITY_FILE

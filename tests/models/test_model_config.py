@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from keyhole import LLM, ModelError, RequestError, SamplingParams
 from keyhole.exactness_gate import measure_family
 from keyhole.models.checkpoint import read
+from keyhole.models.model_config import text_part
 from keyhole.models.shrink import build
-from keyhole.models.text_part import text_part
 from tests.checkpoints import make_tokenizer
 
 _TEXT = {
