@@ -14,8 +14,9 @@ from keyhole import kernels
 from keyhole.kernels import BlockWeight, PackedWeight
 from keyhole.models.weights import blocks
 
-# One sequence, the engine's default batch size, and what a matrix unit takes at once and at most.
-_TOKENS = (1, 8, 16, 64)
+# One sequence, the engine's default batch size, what a matrix unit takes at once and at most, and a
+# chunk of a prompt.
+_TOKENS = (1, 8, 16, 64, 512)
 # Weights in few bits are for decode steps.
 _FEW_TOKENS = (1, 8)
 # Together they exceed the processor's cache.

@@ -9,6 +9,7 @@ in the environment selects another one, or `reference`. Operands that the extens
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -79,8 +80,11 @@ def most_tokens(dtype: torch.dtype) -> int:
     """Up to so many tokens `linear` is at least as fast as torch's (benchmarks/LOG.md).
 
     Vectors multiply one token after another. The matrix unit takes sixteen at once, so that reading
-    the weights is what takes time.
+    the weights is what takes time. Without AVX-512 torch multiplies 16 bits several times slower
+    than this, however many tokens there are.
     """
+    if dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return sys.maxsize
     return 64 if dtype == torch.bfloat16 and current() == "amx" else 8
 
 

@@ -21,7 +21,8 @@ from keyhole.kernels import cpu, reference
 #
 # A decode step reads every weight once for a handful of tokens. torch's product for such shapes
 # reads 16-bit weights at half the memory bandwidth or less; `kernels.linear` at nearly all of it.
-# With more tokens (prompts, large batches) torch is faster. In float32 torch uses MKL, which leaves
+# With more tokens (prompts, large batches) torch is faster, if the processor has AVX-512 or the
+# weights have 32 bits. In float32 torch uses MKL, which leaves
 # half of the vector width of non-Intel processors unused; there oneDNN, which torch also ships and
 # uses for 16 bits, is about twice as fast (benchmarks/LOG.md).
 #

@@ -54,8 +54,8 @@ def test_a_line_has_every_operation_on_every_path_and_by_a_peer() -> None:
     assert [found[0]["op"] for found in reported] == list(OPS)
     assert [result for found in reported for result in found] == line["results"]
     cases = {(r["op"], r["about"]) for r in line["results"]}
-    # attend in three ways, top_k in two, linear in four, packed_linear in six
-    assert len(cases) == len(OPS) + 11
+    # attend in three ways, top_k in two, linear in five, packed_linear in six
+    assert len(cases) == len(OPS) + 12
     for op, about in cases:
         found = {r["system"]: r for r in line["results"] if (r["op"], r["about"]) == (op, about)}
         assert set(PATHS) < set(found)

@@ -27,6 +27,8 @@ from keyhole.models.weights.weight_format import WeightFormat
 
 #: Tokens up to which the products with codes are faster than unpacking (benchmarks/LOG.md).
 _FEW = 32
+#: With a matrix unit, and at most.
+_MOST = 64
 #: Weights that are unpacked at a time: in 16 bits they stay in a processor's cache.
 _AT_ONCE = 1 << 20
 #: Inputs of a layer must be a multiple of this, and of the group size.
@@ -75,7 +77,7 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
 
     def few_tokens(self, dtype: torch.dtype) -> int:
         """Up to so many tokens the codes are read; with more, unpacking is faster."""
-        return max(_FEW, most_tokens(dtype))
+        return max(_FEW, min(_MOST, most_tokens(dtype)))
 
     def product_of_few(self, input: Tensor) -> Tensor:
         """The product for few tokens, which reads the codes."""
@@ -172,8 +174,10 @@ class BlockExperts(nn.Module):
 
 def _product_of_many(weight: _Packed, x: Tensor, outputs: range, bias: Tensor | None) -> Tensor:
     """X W^T + bias of some outputs of a weight, whose rows are unpacked in parts."""
+    tokens = x.numel() // x.shape[-1]
+    product = kernels.linear if tokens <= most_tokens(x.dtype) else F.linear
     found = [
-        F.linear(
+        product(
             x,
             kernels.unpack(weight.rows(rows)).to(x.dtype),
             None if bias is None else bias[rows],
