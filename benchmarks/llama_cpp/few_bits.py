@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -144,15 +144,13 @@ def _together(
 
 
 def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
-    """The targets whose systems were measured."""
-    best: dict[tuple[int, str], float] = {}
+    """The targets whose systems were measured, beside the faster setting of llama.cpp."""
+    together: dict[int, dict[str | None, dict[str, float]]] = {}
     for result in results:
-        theirs = result["beside"] is not None and result["system"].startswith(result["beside"])
-        where = result["context"], "llama.cpp" if theirs else result["system"]
-        best[where] = min(result["ratio"], best.get(where, float("inf")))
+        beside = together.setdefault(result["context"], {}).setdefault(result["beside"], {})
+        beside[result["system"]] = result["ratio"]
     found = []
-    for (context, system), ratio in best.items():
-        peer = best.get((context, "llama.cpp"))
+    for context, system, ratio, peer in _beside_the_faster(together):
         if (context, batch, system) == (_SHORT, 1, "full, int4"):
             about = f"{system}, {context:,} tokens: time of a step by that in bfloat16"
             found.append(RatioTarget(about, ratio, 0.5, at_least=False))
@@ -164,6 +162,21 @@ def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
             about = f"{system}, {context:,} tokens, batch {batch}: tokens/s by llama.cpp's Q4_0"
             found.append(RatioTarget(about, peer / ratio, _FASTER[batch]))
     return [target.as_dict() for target in found]
+
+
+def _beside_the_faster(
+    together: Mapping[int, Mapping[str | None, Mapping[str, float]]],
+) -> Iterator[tuple[int, str, float, float | None]]:
+    """Context, engine, ratio, and that of llama.cpp, all of systems that took turns.
+
+    together: ratios by context, by the setting of llama.cpp beside, and by system.
+    """
+    for context, groups in together.items():
+        peers = {beside: ratios.get(f"{beside}, Q4_0") for beside, ratios in groups.items()}
+        beside = min(peers, key=lambda one: peers[one] or float("inf"))
+        for system, ratio in groups[beside].items():
+            if not system.startswith(str(beside)):
+                yield context, system, ratio, peers[beside]
 
 
 def main(argv: list[str] | None = None) -> int:
