@@ -76,16 +76,30 @@ def current() -> str:
 _path: str | None = None
 
 
+def torch_is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype many times slower here than float32.
+
+    Without AVX-512 it has no vectors for 16 bits (benchmarks/LOG.md).
+    """
+    return dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def most_tokens(dtype: torch.dtype) -> int:
     """Up to so many tokens `linear` is at least as fast as torch's (benchmarks/LOG.md).
 
     Vectors multiply one token after another. The matrix unit takes sixteen at once, so that reading
-    the weights is what takes time. Without AVX-512 torch multiplies 16 bits several times slower
-    than this, however many tokens there are.
+    the weights is what takes time.
     """
-    if dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if torch_is_slow(dtype):
         return sys.maxsize
     return 64 if dtype == torch.bfloat16 and current() == "amx" else 8
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """The product of matrices or of batches of them, by way of float32 where that is faster."""
+    if x.is_cpu and torch_is_slow(x.dtype):
+        return (x.float() @ y.float()).to(x.dtype)
+    return x @ y
 
 
 def takes(*tensors: Tensor) -> bool:

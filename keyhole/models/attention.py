@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.kernels import PagedQuery
+from keyhole.kernels import PagedQuery, cpu
 from keyhole.models import selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.models.modules import indexed_attention
@@ -392,13 +392,14 @@ AttentionInterface.register(NAME, attention)
 def absorb(module: Any, query: Tensor) -> Tensor:
     """Queries [T, Hq, nope + rope] moved into the latent space: [T, Hq, rank + rope]."""
     nope = module.qk_nope_head_dim
-    latent = torch.einsum("thd,hdr->thr", query[..., :nope], _up(module)[:, :nope])
-    return torch.cat([latent, query[..., nope:]], -1)
+    latent = cpu.product(query[..., :nope].transpose(0, 1), _up(module)[:, :nope])
+    return torch.cat([latent.transpose(0, 1), query[..., nope:]], -1)
 
 
 def expand(module: Any, latent: Tensor) -> Tensor:
     """Attended latents [T, Hq, rank] as values of each head, [T, Hq, v_head_dim]."""
-    return torch.einsum("thr,hdr->thd", latent, _up(module)[:, module.qk_nope_head_dim :])
+    up = _up(module)[:, module.qk_nope_head_dim :]
+    return cpu.product(latent.transpose(0, 1), up.mT).transpose(0, 1)
 
 
 def _up(module: Any) -> Tensor:

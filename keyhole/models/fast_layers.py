@@ -96,6 +96,7 @@ def mkl_is_slow() -> bool:
 def speed_up(network: nn.Module, device: torch.device) -> None:
     """Replaces layers of a network by the fastest kernels of a device, in place."""
     speed_up_linear(network, device)
+    speed_up_experts(network, device)
     speed_up_norms(network)
     speed_up_rotary(network)
 
@@ -112,6 +113,65 @@ def speed_up_linear(network: nn.Module, device: torch.device) -> None:
     for module in network.modules():
         if type(module) is nn.Linear and type(getattr(module, "weight", None)) is nn.Parameter:
             module.__class__ = FastLinear
+
+
+# Experts of a model on a CPU without AVX-512, one after another.
+#
+# transformers multiplies by the matrices of all experts in one call of torch's, which has no
+# vectors for 16 bits there. Here its function runs with another product under the same name.
+
+
+def speed_up_experts(network: nn.Module, device: torch.device) -> None:
+    """Multiplies by experts of 16 bits as by linear layers, where torch is slow."""
+    for module in network.modules() if device.type == "cpu" else ():
+        weight = getattr(module, "down_proj", None)
+        if (
+            hasattr(module, "_is_expert_parallel")
+            and type(weight) is nn.Parameter
+            and cpu.torch_is_slow(weight.dtype)
+            and getattr(module.config, "_experts_implementation", None) == "grouped_mm"
+        ):
+            module.__class__ = _one_by_one(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _one_by_one(cls: type[nn.Module]) -> type[nn.Module]:
+    from transformers.integrations import moe
+
+    theirs = moe.grouped_mm_experts_forward
+    names = {**theirs.__globals__, "_grouped_linear": grouped_linear}
+    ours = types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__)
+    original: Any = cls.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """By our products."""
+        return (original if torch.is_grad_enabled() else ours)(self, *args, **kwargs)
+
+    return type(f"Fast{cls.__name__}", (cls,), {"forward": forward})
+
+
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    is_transposed: bool = False,
+) -> Tensor:
+    """As transformers' function of the same name; rows past the last expert's are 0.
+
+    input [S, I], sorted by expert; weight [E, O, I], or [E, I, O] if transposed; offs [E], the end
+    of each expert's rows; bias [S, O].
+    """
+    out = input.new_zeros(len(input), weight.shape[2 if is_transposed else 1])
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        rows = input[start:end]
+        if end > start and is_transposed:
+            out[start:end] = cpu.product(rows, weight[expert])
+        elif end > start:
+            out[start:end] = kernels.linear(rows, weight[expert])
+        start = end
+    return out if bias is None else out.add_(bias)
 
 
 # RMS norms of a model, by one kernel: torch's on a GPU.

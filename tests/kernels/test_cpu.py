@@ -57,3 +57,14 @@ def test_what_the_extension_does_not_take_goes_to_the_reference() -> None:
     assert not cpu.takes(x.float(), weight.bfloat16())
     assert not cpu.takes(torch.ones(3, 2).T)
     assert not cpu.takes(torch.ones(1, 1, 2048, 8))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_products_by_way_of_float32(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "torch_is_slow", lambda dtype: slow)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, 4, 4, generator=generator).bfloat16() for _ in range(2))
+    found = cpu.product(x, y.mT)
+    assert found.dtype == torch.bfloat16
+    wanted = x.double() @ y.mT.double()
+    torch.testing.assert_close(found.double(), wanted, atol=0.02, rtol=0.01)

@@ -12,6 +12,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm as RMSNo
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
+from keyhole.kernels import cpu
 from keyhole.models import fast_layers
 from tests.checkpoints import make_model
 
@@ -83,6 +84,46 @@ def test_numbers_of_another_dtype_than_the_weight_are_left_to_transformers() -> 
         wanted = network(x)
         fast_layers.speed_up_norms(network)
         assert torch.equal(network(x), wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_are_multiplied_by_their_expert(transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 6, 8, generator=generator, dtype=torch.bfloat16)
+    x = torch.randn(5, 6 if transposed else 8, generator=generator, dtype=torch.bfloat16)
+    bias = torch.randn(5, 8 if transposed else 6, generator=generator, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 2, 3, 4], dtype=torch.int32)  # the second has none, the last row none
+    found = fast_layers.grouped_linear(x, weight, ends, bias, transposed)
+    for row, expert in enumerate((0, 0, 2, 3, None)):
+        wanted = bias[row].double()
+        if expert is not None:
+            matrix = weight[expert].double()
+            wanted = wanted + x[row].double() @ (matrix if transposed else matrix.T)
+        torch.testing.assert_close(found[row].double(), wanted, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_experts_stay_what_they_are(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = AutoModelForCausalLM.from_pretrained(make_model(kind, tmp_path), dtype="bfloat16")
+    tokens = torch.arange(5, 25)[None]
+
+    def experts() -> set[str]:
+        found = (one for one in network.modules() if hasattr(one, "_is_expert_parallel"))
+        return {type(one).__name__[:4] for one in found}
+
+    with torch.no_grad():
+        wanted = network(tokens).logits
+        monkeypatch.setattr(cpu, "torch_is_slow", lambda dtype: False)
+        fast_layers.speed_up_experts(network, torch.device("cpu"))
+        assert experts() != {"Fast"}
+        monkeypatch.setattr(cpu, "torch_is_slow", lambda dtype: True)
+        fast_layers.speed_up_experts(network, torch.device("cuda"))
+        assert experts() != {"Fast"}
+        fast_layers.speed_up_experts(network, torch.device("cpu"))
+        assert experts() == {"Fast"}
+        assert (network(tokens).logits - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 def test_gradients_go_through(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole.kernels import reference
+from keyhole.kernels.cpu import product
 from keyhole.kernels.operations import summary_scores
 from keyhole.kernels.reference.attention import capped
 from keyhole.kernels.reference.pages import gathered
@@ -255,7 +256,8 @@ def antidiagonal_scores(
         keys = gathered(key_pages[:, head], (pages[: -(-end // size)],), query.device)
         keys = dequantised(keys).to(query.dtype).flatten(0, 1)[:end]
         keys = F.pad(keys, (0, 0, 0, num_keys * stride - end)).view(num_keys, -1)
-        logits = capped((rows[head] @ keys.T).float() * by, softcap).unflatten(0, (-1, squares))
+        logits = capped(product(rows[head], keys.T).float() * by, softcap)
+        logits = logits.unflatten(0, (-1, squares))
         logits[..., own:].masked_fill_(later, float("-inf"))
         weights = F.pad(
             logits.softmax(-1),
