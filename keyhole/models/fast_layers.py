@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.integrations import moe
 
 from keyhole import kernels
 from keyhole.kernels import cpu, reference
@@ -118,7 +119,8 @@ def speed_up_linear(network: nn.Module, device: torch.device) -> None:
 # Experts of a model on a CPU without AVX-512, one after another.
 #
 # transformers multiplies by the matrices of all experts in one call of torch's, which has no
-# vectors for 16 bits there. Here its function runs with another product under the same name.
+# vectors for 16 bits there. Here its function runs with another product under the same name. Where
+# most experts have a single row, as in decode steps, torch reads the matrices as fast.
 
 
 def speed_up_experts(network: nn.Module, device: torch.device) -> None:
@@ -136,8 +138,6 @@ def speed_up_experts(network: nn.Module, device: torch.device) -> None:
 
 @functools.cache
 def _one_by_one(cls: type[nn.Module]) -> type[nn.Module]:
-    from transformers.integrations import moe
-
     theirs = moe.grouped_mm_experts_forward
     names = {**theirs.__globals__, "_grouped_linear": grouped_linear}
     ours = types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__)
@@ -157,14 +157,18 @@ def grouped_linear(
     bias: Tensor | None = None,
     is_transposed: bool = False,
 ) -> Tensor:
-    """As transformers' function of the same name; rows past the last expert's are 0.
+    """As transformers' function of the same name; rows past the last expert's have no meaning.
 
     input [S, I], sorted by expert; weight [E, O, I], or [E, I, O] if transposed; offs [E], the end
     of each expert's rows; bias [S, O].
     """
+    ends = offs.tolist()
+    if len(input) < 2 * len({*ends} - {0}):
+        theirs: Callable[..., Tensor] = moe._grouped_linear
+        return theirs(input, weight, offs, bias, is_transposed)
     out = input.new_zeros(len(input), weight.shape[2 if is_transposed else 1])
     start = 0
-    for expert, end in enumerate(offs.tolist()):
+    for expert, end in enumerate(ends):
         rows = input[start:end]
         if end > start and is_transposed:
             out[start:end] = cpu.product(rows, weight[expert])

@@ -87,19 +87,23 @@ def test_numbers_of_another_dtype_than_the_weight_are_left_to_transformers() -> 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rows_are_multiplied_by_their_expert(transposed: bool) -> None:
+@pytest.mark.parametrize("owners", [(0, 0, 0, 2, 2, 2, 3, None), (1,), (0, 1, 1, 3)])
+def test_rows_are_multiplied_by_their_expert(
+    owners: tuple[int | None, ...], transposed: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4, 6, 8, generator=generator, dtype=torch.bfloat16)
-    x = torch.randn(5, 6 if transposed else 8, generator=generator, dtype=torch.bfloat16)
-    bias = torch.randn(5, 8 if transposed else 6, generator=generator, dtype=torch.bfloat16)
-    ends = torch.tensor([2, 2, 3, 4], dtype=torch.int32)  # the second has none, the last row none
+    weight = torch.randn(4, 16, 8, generator=generator).bfloat16()
+    x = torch.randn(len(owners), 16 if transposed else 8, generator=generator).bfloat16()
+    bias = torch.randn(len(owners), 8 if transposed else 16, generator=generator).bfloat16()
+    counts = torch.tensor([owners.count(expert) for expert in range(4)])
+    ends = counts.cumsum(0).int()
     found = fast_layers.grouped_linear(x, weight, ends, bias, transposed)
-    for row, expert in enumerate((0, 0, 2, 3, None)):
-        wanted = bias[row].double()
+    for row, expert in enumerate(owners):
         if expert is not None:
             matrix = weight[expert].double()
-            wanted = wanted + x[row].double() @ (matrix if transposed else matrix.T)
-        torch.testing.assert_close(found[row].double(), wanted, atol=0.05, rtol=0.02)
+            product = x[row].double() @ (matrix if transposed else matrix.T)
+            wanted = bias[row].double() + product
+            torch.testing.assert_close(found[row].double(), wanted, atol=0.05, rtol=0.02)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
