@@ -197,7 +197,8 @@ def speed_up_norms(network: nn.Module) -> None:
     plain: dict[type[nn.Module], bool] = {}
     for module in network.modules():
         cls = type(module)
-        if getattr(module, "weight", None) is None:  # some norms of Gemma's have none
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.is_meta:  # some norms of Gemma's have none
             continue
         if cls not in plain:
             plain[cls] = is_plain_norm(module)
