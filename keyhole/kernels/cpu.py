@@ -34,6 +34,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of pages, those of 8 bits too.
 PAGE_DTYPES = {**DTYPES, torch.int8: 3, torch.uint8: 4}
 _MAX_PAGE_SIZE = 1024
+#: Tokens of a linear layer at a time: the extension keeps memory for as many in float32.
+_AT_ONCE = 256
 _ENVIRONMENT = "KEYHOLE_KERNELS"
 REFERENCE = "reference"
 
@@ -379,6 +381,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Kept in variables: a copy referenced by its address only would be freed at once.
     rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
     num_outputs, num_inputs = weight.shape
+    if len(rows) > _AT_ONCE:
+        parts = [linear(part, weight, bias) for part in rows.split(_AT_ONCE)]
+        return torch.cat(parts).view(*x.shape[:-1], num_outputs)
     out = x.new_empty(*x.shape[:-1], num_outputs)
     extension.linear(
         DTYPES[x.dtype],

@@ -68,3 +68,17 @@ def test_products_by_way_of_float32(slow: bool, monkeypatch: pytest.MonkeyPatch)
     assert found.dtype == torch.bfloat16
     wanted = x.double() @ y.mT.double()
     torch.testing.assert_close(found.double(), wanted, atol=0.02, rtol=0.01)
+
+
+def test_a_long_prompt_keeps_no_more_memory_than_a_shorter_one() -> None:
+    """What the extension keeps for a linear layer grew with the longest prompt."""
+    cpu.use(cpu.paths()[0])
+    if cpu.current() == cpu.REFERENCE:
+        pytest.skip("torch keeps nothing")
+    weight = torch.ones(3, 4096, dtype=torch.bfloat16)
+    cpu.linear(torch.ones(300, 4096, dtype=torch.bfloat16), weight)
+    before = cpu.extension.workspace_bytes()
+    out = cpu.linear(torch.ones(2, 700, 4096, dtype=torch.bfloat16), weight)
+    assert out.shape == (2, 700, 3)
+    assert (out == 4096).all()
+    assert cpu.extension.workspace_bytes() == before
