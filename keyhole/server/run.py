@@ -91,32 +91,32 @@ def _serve_in_two(
     engine = EngineServer(llm, ours, config.stream_interval)
     requests = threading.Thread(target=engine.run, name="requests", daemon=True)
     requests.start()
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda *_: engine.drain())
-    code = _exit_code(child)
+    code = _exit_code(child, engine.drain)
     requests.join()  # exiting beneath a thread that computes would abort this process
     gc.unfreeze()  # otherwise libraries report leaks at exit
     if code:
         raise KeyholeError(f"the process that answers HTTP ended with status {code}")
 
 
-def _exit_code(child: int) -> int:
-    """Waits for a child process, and runs the handlers of signals meanwhile.
+def _exit_code(child: int, drain: Callable[[], None]) -> int:
+    """Waits for a child process; SIGINT and SIGTERM meanwhile call `drain`.
 
-    The kernel may deliver a signal to any thread, and only the main one runs handlers, so it waits
-    for what a signal writes: nothing would end `waitpid` if another thread got the signal.
+    The kernel may deliver a signal to any thread, and only the main one runs handlers: nothing
+    would end `waitpid` if another thread got it. So this waits for the number that a signal writes.
     """
     signals, writes = socket.socketpair()
     writes.setblocking(False)
-    handled = signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
     with signals, writes:
         before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(sig, lambda *_: None)  # without a handler nothing is written
         try:
             while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
-                signals.recv(1)
+                if signals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
+                    drain()
         finally:
             signal.set_wakeup_fd(before)
-            signal.signal(signal.SIGCHLD, handled)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return os.waitstatus_to_exitcode(found[1])
 
 
