@@ -125,7 +125,9 @@ def speed_up_linear(network: nn.Module, device: torch.device) -> None:
 
 def speed_up_experts(network: nn.Module, device: torch.device) -> None:
     """Multiplies by experts of 16 bits as by linear layers, where torch is slow."""
-    for module in network.modules() if device.type == "cpu" else ():
+    if device.type != "cpu" or not hasattr(moe, "_grouped_linear"):  # another transformers
+        return
+    for module in network.modules():
         weight = getattr(module, "down_proj", None)
         if (
             hasattr(module, "_is_expert_parallel")
