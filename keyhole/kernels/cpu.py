@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import ConfigError
-from keyhole.kernels.reference.packed import BlockWeight, PackedWeight
 from keyhole.kernels.reference.quantised import is_quantised
 from keyhole.kernels.selection import Selection
 
@@ -34,8 +33,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of pages, those of 8 bits too.
 PAGE_DTYPES = {**DTYPES, torch.int8: 3, torch.uint8: 4}
 _MAX_PAGE_SIZE = 1024
-#: Tokens of a linear layer at a time: the extension keeps memory for as many in float32.
-_AT_ONCE = 256
 _ENVIRONMENT = "KEYHOLE_KERNELS"
 REFERENCE = "reference"
 
@@ -374,125 +371,3 @@ def load_missing(
         moved.data_ptr(),
     )
     return Selection(used, counts, unit), moved
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As the reference."""
-    # Kept in variables: a copy referenced by its address only would be freed at once.
-    rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
-    num_outputs, num_inputs = weight.shape
-    if len(rows) > _AT_ONCE:
-        parts = [linear(part, weight, bias) for part in rows.split(_AT_ONCE)]
-        return torch.cat(parts).view(*x.shape[:-1], num_outputs)
-    out = x.new_empty(*x.shape[:-1], num_outputs)
-    extension.linear(
-        DTYPES[x.dtype],
-        rows.shape[0],
-        num_inputs,
-        num_outputs,
-        rows.data_ptr(),
-        rows.stride(0),
-        weight.data_ptr(),
-        address(bias),
-        out.data_ptr(),
-    )
-    return out
-
-
-def packed_linear(
-    x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
-) -> Tensor:
-    """As the reference; AVX2 alone has products of blocks with inputs of 16 bits."""
-    in_blocks = isinstance(packed, BlockWeight)
-    wide = current() != "avx2" if in_blocks else packed.bits == 6
-    if wide and x.dtype != torch.float32:
-        if isinstance(packed, PackedWeight):
-            scales, minimums = packed.scales.float(), packed.minimums.float()
-            packed = PackedWeight(packed.codes, scales, minimums, packed.bits)
-        wide_bias = None if bias is None else bias.float()
-        return packed_linear(x.float(), packed, wide_bias).to(x.dtype)
-    # Kept in variables: a copy referenced by its address only would be freed at once.
-    rows = x.reshape(-1, x.shape[-1])
-    codes, first, second = (one.contiguous() for one in packed[:3])
-    out = x.new_empty(*x.shape[:-1], len(codes))
-    num_inputs = codes.shape[1] * 8 // packed.bits
-    if isinstance(packed, BlockWeight):
-        group_size = num_inputs // (second.shape[2] or first.shape[1])
-        scales_at = minimums_at = 0
-        groups_at = second.data_ptr() if second.shape[1] else 0
-        blocks = first.data_ptr(), groups_at, first.shape[2] == 4
-    else:
-        group_size, blocks = packed.group_size, (0, 0, False)
-        scales_at, minimums_at = first.data_ptr(), second.data_ptr()
-    extension.packed_linear(
-        DTYPES[x.dtype],
-        len(rows),
-        num_inputs,
-        len(codes),
-        packed.bits,
-        group_size,
-        rows.data_ptr(),
-        rows.stride(0),
-        codes.data_ptr(),
-        scales_at,
-        minimums_at,
-        blocks,
-        address(bias),
-        out.data_ptr(),
-    )
-    return out
-
-
-def unpack(packed: PackedWeight) -> Tensor:
-    """As the reference."""
-    codes, scales, minimums = (one.contiguous() for one in packed[:3])
-    out = scales.new_empty(len(codes), packed.num_inputs)
-    extension.unpack(
-        DTYPES[scales.dtype],
-        packed.num_inputs,
-        len(codes),
-        packed.bits,
-        packed.group_size,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        minimums.data_ptr(),
-        out.data_ptr(),
-    )
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As the reference."""
-    rows, out = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-    extension.rms_norm(
-        DTYPES[x.dtype],
-        *rows.shape,
-        rows.data_ptr(),
-        rows.stride(0),
-        weight.data_ptr(),
-        epsilon,
-        out.data_ptr(),
-    )
-    return out
-
-
-def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference."""
-    cos, sin = cos.contiguous(), sin.contiguous()
-
-    def turned(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        extension.apply_rope(
-            DTYPES[x.dtype],
-            x.shape,
-            x.data_ptr(),
-            x.stride()[:3],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            len(cos) == 1,
-            out.data_ptr(),
-            out.stride()[:3],
-        )
-        return out
-
-    return turned(query), turned(key)

@@ -2,9 +2,9 @@
 
 An operation is defined by a function in plain PyTorch in `reference`, its twin: the twin's
 signature is the operation's, its docstring says what goes in and out, and its result is the right
-one. A backend's function has the same name and signature: C++ on a CPU (`cpu`, `cpu_attention`),
-Triton and FlashAttention on a GPU (`triton`). The twin computes operands that the backend of their
-device does not accept.
+one. A backend's function has the same name and signature: C++ on a CPU (`cpu`, `cpu_attention`,
+`cpu_layers`), Triton and FlashAttention on a GPU (`triton`). The twin computes operands that the
+backend of their device does not accept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from keyhole.kernels import cpu, cpu_attention, reference, triton
+from keyhole.kernels import cpu, cpu_attention, cpu_layers, reference, triton
 from keyhole.kernels.selection import LowRank, Selection
 from keyhole.kernels.triton import flash_attention
 
@@ -42,11 +42,10 @@ def operation(
     @functools.wraps(twin)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors, chosen = _tensors((*args, *kwargs.values())), twin
-        if any(x.is_cuda for x in tensors):
-            if _use_triton and triton.has(name) and triton.takes(name, *tensors):
-                chosen = triton.operation(name)
-        elif on_cpu is not None and takes(*tensors):
+        if on_cpu is not None and takes(*tensors):
             chosen = on_cpu
+        elif _use_triton and triton.has(name) and any(x.is_cuda for x in tensors):
+            chosen = triton.operation(name) if triton.takes(name, *tensors) else twin
         if not profiler._is_profiler_enabled:
             return chosen(*args, **kwargs)
         with profiler.record_function(f"keyhole::{name}"):
@@ -105,13 +104,13 @@ spread_scores = operation(reference.spread_scores, cpu.spread_scores)
 top_k = operation(reference.top_k, cpu.top_k)
 top_p = operation(reference.top_p, cpu.top_p)
 load_missing = operation(reference.load_missing, cpu.load_missing)
-linear = operation(reference.linear, cpu.linear)
-packed_linear = operation(reference.packed_linear, cpu.packed_linear)
-unpack = operation(reference.unpack, cpu.unpack)
+linear = operation(reference.linear, cpu_layers.linear)
+packed_linear = operation(reference.packed_linear, cpu_layers.packed_linear)
+unpack = operation(reference.unpack, cpu_layers.unpack)
 shift_rope = operation(reference.shift_rope)
-apply_rope = operation(reference.apply_rope, cpu.apply_rope)
-rms_norm = operation(reference.rms_norm, cpu.rms_norm)
-apply_rope_and_append = operation(reference.apply_rope_and_append)
-norm_linears = operation(reference.norm_linears)
-norm_swiglu = operation(reference.norm_swiglu)
-linear_add = operation(reference.linear_add)
+apply_rope = operation(reference.apply_rope, cpu_layers.apply_rope)
+rms_norm = operation(reference.rms_norm, cpu_layers.rms_norm)
+apply_rope_and_append = operation(reference.apply_rope_and_append, cpu_layers.apply_rope_and_append)
+norm_linears = operation(reference.norm_linears, cpu_layers.norm_linears)
+norm_swiglu = operation(reference.norm_swiglu, cpu_layers.norm_swiglu)
+linear_add = operation(reference.linear_add, cpu_layers.linear_add)

@@ -105,8 +105,9 @@ def rotate_and_attend(
     layer: transformers' number of it. query [T, Hq, D], key and value [T, Hkv, D]; rope: cosines
     and sines [T, D]. The layer has no softcap and no sinks; the batch recomputes no stored tokens.
     """
+    layer = batch.cache.geometry.number(layer)
+    batch = batch.at(layer)
     cache = batch.cache
-    layer = cache.geometry.number(layer)
     layout = cache.geometry.layers[layer]
     pages = cache.keys[layer], cache.values[layer]
     query, key = kernels.apply_rope_and_append(*pages, query, key, value, *rope, batch.slots)

@@ -10,7 +10,7 @@ import torch
 
 from keyhole import kernels
 from keyhole.errors import ConfigError
-from keyhole.kernels import cpu
+from keyhole.kernels import cpu, cpu_layers
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +76,9 @@ def test_a_long_prompt_keeps_no_more_memory_than_a_shorter_one() -> None:
     if cpu.current() == cpu.REFERENCE:
         pytest.skip("torch keeps nothing")
     weight = torch.ones(3, 4096, dtype=torch.bfloat16)
-    cpu.linear(torch.ones(300, 4096, dtype=torch.bfloat16), weight)
+    cpu_layers.linear(torch.ones(300, 4096, dtype=torch.bfloat16), weight)
     before = cpu.extension.workspace_bytes()
-    out = cpu.linear(torch.ones(2, 700, 4096, dtype=torch.bfloat16), weight)
+    out = cpu_layers.linear(torch.ones(2, 700, 4096, dtype=torch.bfloat16), weight)
     assert out.shape == (2, 700, 3)
     assert (out == 4096).all()
     assert cpu.extension.workspace_bytes() == before

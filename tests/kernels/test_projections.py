@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
+from keyhole.kernels.reference.projections import Weight
 from tests import oracle
 from tests.effort import examples
 from tests.kernels.paged import DTYPES
@@ -65,6 +66,58 @@ def test_products_of_a_layer(
     residual = draw(tokens, rows[0])
     wanted = float64(residual) + float64(x) @ float64(weights[0]).T + added[0]
     close(kernels.linear_add(x, weights[0], biases[0], residual), wanted)
+
+
+@given(
+    tokens=st.sampled_from((1, 3, 8, 300)),
+    kinds=st.lists(
+        st.sampled_from(("plain", "4:32", "4:64", "6:32", "8:32", "blocks")), min_size=1, max_size=7
+    ),
+    biased=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+@examples(40)
+def test_packed_weights_beside_plain_ones(
+    tokens: int, kinds: list[str], biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Bit by bit the products of one weight after another, which have tests of their own."""
+    random = torch.Generator().manual_seed(seed)
+    width = 128
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    def weight(kind: str, rows: int) -> Weight:
+        if kind == "plain":
+            return draw(rows, width) / width**0.5
+        if kind == "blocks":
+            codes = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8, generator=random)
+            halves = (torch.randn(rows, width // 32, 1, generator=random) / 64).half()
+            none = torch.empty(rows, 0, 0, dtype=torch.int8)
+            return kernels.BlockWeight(codes, halves.view(torch.uint8), none, 4)
+        bits, group = map(int, kind.split(":"))
+        return kernels.pack(draw(rows, width), bits, group)
+
+    def product(x: torch.Tensor, by: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(by, torch.Tensor):
+            return kernels.linear(x, by, bias)
+        return kernels.packed_linear(x, by, bias)
+
+    x, norm = draw(tokens, 2 * width)[:, :width], draw(width)
+    weights = tuple(weight(kind, 3 + 17 * i) for i, kind in enumerate(kinds))
+    biases = tuple(draw(3 + 17 * i) if biased else None for i in range(len(kinds)))
+    normed = kernels.rms_norm(x, norm, 1e-6)
+    found = kernels.norm_linears(x, (norm, 1e-6), weights, biases)
+    for out, by, bias in zip(found, weights, biases, strict=True):
+        assert torch.equal(out, product(normed, by, bias))
+
+    gate, up = weight(kinds[0], 20), weight(kinds[-1], 20)
+    swiglu = oracle.swiglu(float64(product(normed, gate)), float64(product(normed, up)))
+    close(kernels.norm_swiglu(x, (norm, 1e-6), gate, up), swiglu)
+    residual = draw(tokens, 3)
+    wanted = residual + product(x, weights[0], biases[0])
+    assert torch.equal(kernels.linear_add(x, weights[0], biases[0], residual), wanted)
 
 
 @given(

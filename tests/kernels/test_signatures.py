@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.kernels import cpu, cpu_attention, operations, triton
+from keyhole.kernels import cpu, cpu_attention, cpu_layers, operations, triton
 from keyhole.kernels.composed import low_rank
 
 OPERATIONS = {
@@ -22,7 +22,7 @@ OPERATIONS = {
 
 def backends(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Functions of an operation's name in the modules of backends."""
-    for module in (cpu, cpu_attention):
+    for module in (cpu, cpu_attention, cpu_layers):
         if inspect.isfunction(getattr(module, name, None)):
             yield module.__name__, getattr(module, name)
     if triton.has(name) and importlib.util.find_spec("triton") is not None:

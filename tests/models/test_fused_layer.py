@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import AutoConfig, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from keyhole import SamplingParams
@@ -40,6 +40,8 @@ def plain(path: str) -> Model:
     for module in model.network.modules():
         if type(module).__name__ == "FastLinear":
             module.__class__ = nn.Linear
+        if isinstance(module, fused_layer.FusedLayer):
+            module.__class__ = type(module).__mro__[2]
     return model
 
 
@@ -49,9 +51,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     original = fused_layer.decoder_layer
 
-    def decoder_layer(layer: Any, x: torch.Tensor, attend: fused_layer.Attend) -> torch.Tensor:
+    def decoder_layer(
+        of: fused_layer.Operands, x: torch.Tensor, attend: fused_layer.Attend
+    ) -> torch.Tensor:
         calls.append(len(x))
-        return original(layer, x, attend)
+        return original(of, x, attend)
 
     monkeypatch.setattr(fused_layer, "decoder_layer", decoder_layer)
     return calls
@@ -80,19 +84,46 @@ def test_other_activations_biases_and_modules_are_left() -> None:
     for field, value in (("hidden_act", "gelu"), ("mlp_bias", True)):
         assert not fused_layer.fusible(make_network(make_config("llama", **{field: value})))
     assert fused_layer.fusible(make_network(make_config("llama", attention_bias=True)))
-    assert not fused_layer.is_known(Qwen3MoeDecoderLayer, Qwen3MoeConfig())
-    assert not fused_layer.is_known(nn.Linear, make_config("llama"))
+    experts = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=8, num_experts=4)
+    assert not fused_layer.is_known(Qwen3MoeDecoderLayer(experts, 0), experts, 0)
+    assert not fused_layer.is_known(nn.Linear(2, 2), make_config("llama"), 0)
 
     class Scaled(LlamaDecoderLayer):
         def forward(self, hidden_states: torch.Tensor, *rest: Any, **more: Any) -> Any:
             return super().forward(hidden_states, *rest, **more) * 1.01
 
+    class ScaledMLP(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.01
+
     config = make_config("llama")
     before = torch.random.get_rng_state()
-    assert not fused_layer.is_known(Scaled, config)
-    assert fused_layer.is_known(LlamaDecoderLayer, config)
+    layer = LlamaDecoderLayer(config, 0)
+    scaled, other = Scaled(config, 0), LlamaDecoderLayer(config, 0)
+    other.mlp = ScaledMLP(config)
+    torch.random.set_rng_state(before)
+    assert fused_layer.is_known(layer, config, 0)
+    assert not fused_layer.is_known(scaled, config, 0)
+    assert not fused_layer.is_known(other, config, 0)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert config.hidden_size == make_config("llama").hidden_size
+
+
+def test_layers_without_rope_are_left() -> None:
+    config = AutoConfig.for_model(
+        "smollm3",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0, 1, 0],
+        pad_token_id=0,
+    )
+    network = make_network(config)
+    layers = network.base_model.layers
+    assert fused_layer.fusible(network) == [layers[0], layers[2]]
 
 
 @pytest.mark.one_in(4)
@@ -183,10 +214,22 @@ def test_gradients_and_calls_without_an_engine_go_through_transformers(
     assert not counted
 
 
-def test_a_cpu_keeps_what_it_has(tmp_path: Path) -> None:
-    network = make_network(make_config("llama"))
-    fused_layer.fuse_layers(network, torch.device("cpu"))
-    assert not any(isinstance(module, fused_layer.FusedLayer) for module in network.modules())
+@pytest.mark.parametrize("weights", [None, "int4", "int8"])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_steps_of_a_loaded_cpu_model_are_fused(
+    tmp_path: Path, counted: list[int], weights: str | None, batch: int
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    path = make_model("qwen2_sliding", tmp_path, **sizes)
+    model = load(path, "cpu", "float32", weights=weights)
+    policy = make_policy("full", {})
+    found = logits(model, policy, batch)
+    assert counted.count(batch) >= 5 * model.network.config.num_hidden_layers
+    fused_layer.fuse(fused_layer.fusible(model.network), frozenset({16}))
+    counted.clear()
+    wanted = logits(model, policy, batch)
+    assert not counted
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -213,9 +256,9 @@ def test_the_fastest_way_with_the_same_results_is_chosen(
 
     original = fused_layer.decoder_layer
 
-    def decoder_layer(layer: Any, x: Tensor, attend: fused_layer.Attend) -> Tensor:
+    def decoder_layer(of: fused_layer.Operands, x: Tensor, attend: fused_layer.Attend) -> Tensor:
         wrong = overlap._wanted and not same
-        return original(layer, x, attend) + (1e-3 if wrong else 0.0)
+        return original(of, x, attend) + (1e-3 if wrong else 0.0)
 
     monkeypatch.setattr(fused_layer, "decoder_layer", decoder_layer)
     monkeypatch.setattr(fused_layer, "_medians", medians)

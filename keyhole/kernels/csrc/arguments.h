@@ -176,6 +176,7 @@ struct Linear {
     const void* weight;  // [O, I]
     const void* bias;    // [O], or null
     void* out;           // [T, O]
+    const Linear* next = nullptr;  // another layer of the same inputs
 };
 
 // Weights in few bits: code * scale + minimum, for groups of inputs. In 4 bits, byte j of a block of
@@ -206,6 +207,8 @@ struct PackedLinear {
     BlockScales blocks;
     const void* bias;  // [O], or null
     void* out;         // [T, O]
+    const PackedLinear* next = nullptr;  // another layer of the same inputs, with as many bits, groups
+                                         // of the same size, and blocks or none like this one
 };
 
 struct Unpack {
@@ -237,6 +240,14 @@ struct Rope {
     int64_t out_strides[3];
 };
 
+// out = silu(gate) * up, and out = x + y; rounded after each of these operations.
+struct Elementwise {
+    DType dtype;
+    int64_t n;
+    const void *x, *y;  // [n]
+    void* out;          // [n]; may be one of the others
+};
+
 // The operations that use vectors, compiled once per processor path.
 struct Path {
     void (*attend)(const Attend&);
@@ -250,6 +261,8 @@ struct Path {
     void (*unpack)(const Unpack&);
     void (*rms_norm)(const RmsNorm&);
     void (*apply_rope)(const Rope&);
+    void (*swiglu)(const Elementwise&);
+    void (*add)(const Elementwise&);
 };
 
 extern const Path portable_path, avx2_path, avx512_path;  // the last two on x86 only

@@ -19,41 +19,61 @@ static inline void finish_outputs(float* sum, int64_t count, const T* bias, int6
     }
 }
 
+// Calls work(part, at) for all pieces of a layer and of the next ones; pieces(part): how many it has.
+template <class Layer, class Pieces, class Work>
+static inline void for_each_piece(const Layer& a, const Pieces& pieces, const Work& work) {
+    int64_t total = 0, outputs = 0;
+    for (const Layer* part = &a; part; part = part->next)
+        total += pieces(*part), outputs += part->O;
+    for_each(total, outputs * a.I > 1 << 16, [&](int64_t at) {
+        const Layer* part = &a;
+        for (int64_t n = pieces(a); at >= n; n = pieces(*part)) at -= n, part = part->next;
+        work(*part, at);
+    });
+}
+
 template <class T>
 static void linear(const Linear& a) {
     using P = Product<T>;
     using Query = typename P::Query;
-    const int64_t stride = rounded_up(a.I, P::step), blocks = (a.O + kTile - 1) / kTile;
+    const int64_t stride = rounded_up(a.I, P::step);
     auto* rows = static_cast<Query*>(workspace(1, a.T * stride * sizeof(Query)));
     for (int64_t t = 0; t < a.T; t++)
         keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, rows + t * stride);
-    const auto rows_from = [&](int64_t first, const T* (&to)[kTile]) {
+    const auto rows_from = [&](const Linear& part, int64_t first, const T* (&to)[kTile]) {
         for (int64_t o = first; o < first + kTile; o++)
-            to[o - first] = static_cast<const T*>(a.weight) + (o < a.O ? o : first) * a.I;
+            to[o - first] = static_cast<const T*>(part.weight) + (o < part.O ? o : first) * a.I;
     };
-    const auto compute = [&](int64_t first, bool ahead) {
-        const int64_t count = a.O - first < kTile ? a.O - first : kTile;
+    const auto compute = [&](const Linear& part, int64_t first, bool ahead) {
+        const int64_t count = part.O - first < kTile ? part.O - first : kTile;
         const T *weights[kTile], *next[kTile];
-        rows_from(first, weights);
-        if (ahead) rows_from(first + kTile, next);
+        rows_from(part, first, weights);
+        if (ahead) rows_from(part, first + kTile, next);
         for (int64_t t = 0; t < a.T;) {
             float sums[5 * kTile];
             const int64_t H = a.T - t <= 5 ? a.T - t : 4;
             score_all<T>(rows + t * stride, stride, H, weights, a.I, sums,
                          ahead && t == 0 ? next : nullptr);
             for (int64_t h = 0; h < H; h++, t++)
-                finish_outputs(sums + h * kTile, count, static_cast<const T*>(a.bias), first,
-                               static_cast<T*>(a.out) + t * a.O);
+                finish_outputs(sums + h * kTile, count, static_cast<const T*>(part.bias), first,
+                               static_cast<T*>(part.out) + t * part.O);
         }
     };
     // For one token, and in long rows, the processor notices by itself what comes next
     // (benchmarks/LOG.md). Not measured with AVX-512.
     const bool ahead = a.T > 1 && a.I <= 4096 && Vector::width == 8;
-    const int64_t some = blocks / (8 * omp_get_max_threads());  // enough pieces for all threads
-    const int64_t piece = !ahead || some < 1 ? 1 : some < 8 ? some : 8;
-    for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
-        const int64_t end = blocks < (at + 1) * piece ? blocks : (at + 1) * piece;
-        for (int64_t i = at * piece; i < end; i++) compute(i * kTile, ahead && i + 1 < end);
+    const int64_t threads = omp_get_max_threads();
+    const auto blocks = [&](const Linear& part) { return (part.O + kTile - 1) / kTile; };
+    const auto piece = [&](const Linear& part) -> int64_t {  // enough of them for all threads
+        const int64_t some = blocks(part) / (8 * threads);
+        return !ahead || some < 1 ? 1 : some < 8 ? some : 8;
+    };
+    const auto pieces = [&](const Linear& part) {
+        return (blocks(part) + piece(part) - 1) / piece(part);
+    };
+    for_each_piece(a, pieces, [&](const Linear& part, int64_t at) {
+        const int64_t n = piece(part), end = blocks(part) < (at + 1) * n ? blocks(part) : (at + 1) * n;
+        for (int64_t i = at * n; i < end; i++) compute(part, i * kTile, ahead && i + 1 < end);
     });
 }
 
@@ -299,9 +319,6 @@ static void packed_linear_in(const PackedLinear& a) {
     constexpr int W = Vector::width, most = W / 2;
     const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
     const int64_t groups_stride = rounded_up(groups, W);
-    // Rows in order, so that most are prefetched, and enough pieces for all threads.
-    const int64_t tiles = (a.O + kTile - 1) / kTile, threads = omp_get_max_threads();
-    const int64_t piece = tiles >= 16 * threads ? 4 : 1;
     auto* sums = static_cast<float*>(
         workspace(1, a.T * (2 * groups_stride * sizeof(float) + stride * sizeof(Query))));
     auto* scales = sums + a.T * groups_stride;
@@ -310,9 +327,9 @@ static void packed_linear_in(const PackedLinear& a) {
     for (int64_t t = 0; t < a.T; t++)
         keep_inputs(static_cast<const T*>(a.x) + t * a.x_stride, a.I, a.weight.group,
                     rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
-    const auto compute = [&](int64_t first) {
-        const int64_t count = a.O - first < kTile ? a.O - first : kTile;
-        const auto by = scales_from<S>(a, first, count);
+    const auto compute = [&](const PackedLinear& part, int64_t first) {
+        const int64_t count = part.O - first < kTile ? part.O - first : kTile;
+        const auto by = scales_from<S>(part, first, count);
         for (int64_t t = 0; t < a.T;) {
             const bool ahead = t == 0;
             float out[most * kTile];
@@ -321,19 +338,27 @@ static void packed_linear_in(const PackedLinear& a) {
             const int64_t left = a.T - t;
             int64_t H = 1;
             if (most == 8 && left >= 8)
-                packed_tile<T, S, bits, most>(a, in, by, first, count, ahead, out), H = most;
+                packed_tile<T, S, bits, most>(part, in, by, first, count, ahead, out), H = most;
             else if (left >= 4)
-                packed_tile<T, S, bits, 4>(a, in, by, first, count, ahead, out), H = 4;
+                packed_tile<T, S, bits, 4>(part, in, by, first, count, ahead, out), H = 4;
             else if (left >= 2)
-                packed_tile<T, S, bits, 2>(a, in, by, first, count, ahead, out), H = 2;
-            else packed_tile<T, S, bits, 1>(a, in, by, first, count, ahead, out);
+                packed_tile<T, S, bits, 2>(part, in, by, first, count, ahead, out), H = 2;
+            else packed_tile<T, S, bits, 1>(part, in, by, first, count, ahead, out);
             for (int64_t h = 0; h < H; h++, t++)
-                finish_outputs(out + h * kTile, count, static_cast<const T*>(a.bias), first,
-                               static_cast<T*>(a.out) + t * a.O);
+                finish_outputs(out + h * kTile, count, static_cast<const T*>(part.bias), first,
+                               static_cast<T*>(part.out) + t * part.O);
         }
     };
-    for_each((tiles + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
-        for (int64_t i = at * piece; i < tiles && i < (at + 1) * piece; i++) compute(i * kTile);
+    // Rows in order, so that most are prefetched, and enough pieces for all threads.
+    const int64_t threads = omp_get_max_threads();
+    const auto tiles = [&](const PackedLinear& part) { return (part.O + kTile - 1) / kTile; };
+    const auto piece = [&](const PackedLinear& part) { return tiles(part) >= 16 * threads ? 4 : 1; };
+    const auto pieces = [&](const PackedLinear& part) {
+        return (tiles(part) + piece(part) - 1) / piece(part);
+    };
+    for_each_piece(a, pieces, [&](const PackedLinear& part, int64_t at) {
+        const int64_t n = piece(part), end = tiles(part) < (at + 1) * n ? tiles(part) : (at + 1) * n;
+        for (int64_t i = at * n; i < end; i++) compute(part, i * kTile);
     });
 }
 

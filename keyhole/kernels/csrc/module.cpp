@@ -19,6 +19,7 @@
 #endif
 
 #include "arguments.h"
+#include "decoder_layer.h"
 
 namespace nb = nanobind;
 using namespace keyhole;
@@ -231,24 +232,8 @@ void spread(int64_t itemsize, std::tuple<int64_t, int64_t, int64_t, int64_t, int
                    at<int32_t>(table), table_stride, at<int32_t>(ends), at<float>(out)});
 }
 
-void linear(int dtype, int64_t T, int64_t I, int64_t O, Address x, int64_t x_stride, Address weight,
-            Address bias, Address out) {
-    path.linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride, at<void>(weight),
-                  at<void>(bias), at<void>(out)});
-}
-
 Packed packed(int64_t bits, int64_t group, Address codes, Address scales, Address minimums) {
     return {bits, group, at<uint8_t>(codes), at<void>(scales), at<void>(minimums)};
-}
-
-void packed_linear(int dtype, int64_t T, int64_t I, int64_t O, int64_t bits, int64_t group,
-                   Address x, int64_t x_stride, Address codes, Address scales, Address minimums,
-                   std::tuple<Address, Address, bool> blocks, Address bias, Address out) {
-    const auto [of_blocks, of_groups, minimums_of_groups] = blocks;
-    path.packed_linear({static_cast<DType>(dtype), T, I, O, at<void>(x), x_stride,
-                         packed(bits, group, codes, scales, minimums),
-                         {at<void>(of_blocks), at<void>(of_groups), minimums_of_groups},
-                         at<void>(bias), at<void>(out)});
 }
 
 void unpack(int dtype, int64_t I, int64_t O, int64_t bits, int64_t group, Address codes,
@@ -272,6 +257,77 @@ void apply_rope(int dtype, std::tuple<int64_t, int64_t, int64_t, int64_t> sizes,
     path.apply_rope({static_cast<DType>(dtype), B, H, T, D, at<void>(x),
                      {x_sequence, x_head, x_token}, at<void>(cos), at<void>(sin), shared,
                      at<void>(out), {out_sequence, out_head, out_token}});
+}
+
+// Outputs, bits (0: plain), group; numbers or codes, scales, minimums; scales of blocks; bias.
+using WeightData = std::tuple<int64_t, int64_t, int64_t, Address, Address, Address,
+                              std::tuple<Address, Address, bool>, Address>;
+Weight weight(const WeightData& data) {
+    const auto [O, bits, group, numbers, scales, minimums, blocks, bias] = data;
+    const auto [of_blocks, of_groups, minimums_of_groups] = blocks;
+    return {O, bits ? nullptr : at<void>(numbers), packed(bits, group, numbers, scales, minimums),
+            {at<void>(of_blocks), at<void>(of_groups), minimums_of_groups}, at<void>(bias)};
+}
+
+// dtype, T, I, x and its stride.
+using RowData = std::tuple<int, int64_t, int64_t, Address, int64_t>;
+Rows rows(const RowData& data) {
+    const auto [dtype, T, I, x, stride] = data;
+    return {static_cast<DType>(dtype), T, I, at<void>(x), stride};
+}
+
+void linear(const RowData& x, const WeightData& data, Address out) {
+    const Weight one = weight(data);
+    void* const to = at<void>(out);
+    multiply(path, rows(x), &one, 1, &to);
+}
+
+void norm_linears(const RowData& x, std::tuple<Address, float> norm,
+                  const std::vector<WeightData>& weights, const std::vector<Address>& outs) {
+    const Rows in = normed(path, rows(x), at<void>(std::get<0>(norm)), std::get<1>(norm));
+    std::vector<Weight> all;
+    std::vector<void*> to;
+    for (const WeightData& data : weights) all.push_back(weight(data));
+    for (const Address out : outs) to.push_back(at<void>(out));
+    multiply(path, in, all.data(), static_cast<int>(all.size()), to.data());
+}
+
+void norm_swiglu(const RowData& x, std::tuple<Address, float> norm, const WeightData& gate,
+                 const WeightData& up, Address out) {
+    const Rows in = normed(path, rows(x), at<void>(std::get<0>(norm)), std::get<1>(norm));
+    gated(path, in, {weight(gate), weight(up)}, at<void>(out));
+}
+
+void linear_add(const RowData& x, const WeightData& data, Address residual, Address out) {
+    multiply_add(path, rows(x), weight(data), at<void>(residual), at<void>(out));
+}
+
+// Queries and keys [T, H, D] are turned into contiguous ones; keys and values are written into pages.
+void apply_rope_and_append(std::tuple<int, int, int64_t> dtypes,
+                           std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                           const std::vector<std::tuple<Address, int64_t, int64_t>>& inputs,
+                           const std::vector<std::tuple<Address, Strides>>& paged, Address cos,
+                           Address sin, Address slots, Address query_out, Address key_out) {
+    const auto [dtype, stored, itemsize] = dtypes;
+    const auto [T, Hq, Hkv, D, page_size] = sizes;
+    const DType as = static_cast<DType>(dtype);
+    const int64_t heads[] = {Hq, Hkv};
+    const Address outs[] = {query_out, key_out};
+    for (int i = 0; i < 2; i++) {
+        const auto [x, token, head] = inputs.at(i);
+        path.apply_rope({as, 1, heads[i], T, D, at<void>(x), {0, head, token}, at<void>(cos),
+                         at<void>(sin), true, at<void>(outs[i]), {0, D, heads[i] * D}});
+    }
+    const auto write = dtype == stored ? append : path.quantise;
+    for (int i = 0; i < 2; i++) {
+        const auto [pages, strides] = paged.at(i);
+        const auto [value, value_token, value_head] = inputs.at(2);
+        const Address x = i ? value : key_out;
+        const int64_t token = i ? value_token : Hkv * D, head = i ? value_head : D;
+        write({as, static_cast<DType>(stored), itemsize, T, Hkv, D, page_size, at<void>(pages),
+               std::get<0>(strides), std::get<1>(strides), std::get<2>(strides), at<void>(x), token,
+               head, at<int64_t>(slots)});
+    }
 }
 
 void best_indices(std::tuple<int64_t, int64_t, int64_t> sizes, int64_t k, int64_t first,
@@ -324,11 +380,14 @@ NB_MODULE(_cpu, m) {
     m.def("bound_scores", &bound_scores, unlocked);
     m.def("summary_scores", &summary_scores, unlocked);
     m.def("spread_scores", &spread, unlocked);
-    m.def("linear", &linear, unlocked);
-    m.def("packed_linear", &packed_linear, unlocked);
     m.def("unpack", &unpack, unlocked);
     m.def("rms_norm", &rms_norm, unlocked);
     m.def("apply_rope", &apply_rope, unlocked);
+    m.def("linear", &linear, unlocked);
+    m.def("norm_linears", &norm_linears, unlocked);
+    m.def("norm_swiglu", &norm_swiglu, unlocked);
+    m.def("linear_add", &linear_add, unlocked);
+    m.def("apply_rope_and_append", &apply_rope_and_append, unlocked);
     m.def("top_k", &best_indices, unlocked);
     m.def("trim", &trim_choice, unlocked);
 }

@@ -17,7 +17,7 @@ struct Buffer {
     int64_t bytes = 0;
     ~Buffer() { std::free(data); }
 };
-thread_local Buffer buffers[8];
+thread_local Buffer buffers[10];
 
 // Floats in the order in which torch sorts them, NaN last: 0.0 equals -0.0.
 uint32_t ordered(float x) {

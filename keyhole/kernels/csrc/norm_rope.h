@@ -1,4 +1,5 @@
-// What a model computes for each token between its products: RMS norms and rotary embeddings.
+// What a model computes for each token between its products: RMS norms, rotary embeddings, gates and
+// residuals.
 
 // The `n` numbers from `p` on, a vector at most.
 template <class T>
@@ -60,4 +61,28 @@ static void apply_rope(const Rope& a) {
             }
         }
     });
+}
+
+template <class T, class Function>
+static inline void elementwise(const Elementwise& a, const Function& function) {
+    const T *x = static_cast<const T*>(a.x), *y = static_cast<const T*>(a.y);
+    T* out = static_cast<T*>(a.out);
+    for (int64_t i = 0; i < a.n; i += Vector::width) {
+        const int64_t n = a.n - i;
+        store_part(out + i, function(part(x + i, n), part(y + i, n)), n);
+    }
+}
+
+template <class T>
+static void swiglu(const Elementwise& a) {
+    const Vector one = broadcast(1.0f);
+    elementwise<T>(a, [&](Vector gate, Vector up) {
+        const Vector silu = gate / (one + exponential(broadcast(0.0f) - gate));
+        return rounded(silu, static_cast<const T*>(nullptr)) * up;
+    });
+}
+
+template <class T>
+static void add(const Elementwise& a) {
+    elementwise<T>(a, [](Vector x, Vector y) { return x + y; });
 }

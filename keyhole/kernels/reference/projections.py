@@ -12,11 +12,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from keyhole.kernels.reference.packed import BlockWeight, PackedWeight, packed_linear
 from keyhole.kernels.reference.pages import append
 from keyhole.kernels.reference.rope import apply_rope
 
 #: The weight of an RMS norm over the last dimension, [I], and its epsilon.
 Norm = tuple[Tensor, float]
+#: The weight [O, I] of a linear layer.
+Weight = Tensor | PackedWeight | BlockWeight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,25 +33,31 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def norm_linears(
-    x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
+    x: Tensor, norm: Norm, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, ...]:
     """Linear layers of one input after its RMS norm, in the order of their weights.
 
     x [T, I], weights [O, I] each, biases [O] each or None. Returns one [T, O] for each weight.
     """
     normed = rms_norm(x, *norm)
-    return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
+    return tuple(_product(normed, w, b) for w, b in zip(weights, biases, strict=True))
 
 
-def norm_swiglu(x: Tensor, norm: Norm, gate: Tensor, up: Tensor) -> Tensor:
+def norm_swiglu(x: Tensor, norm: Norm, gate: Weight, up: Weight) -> Tensor:
     """SiLU(n W_gate^T) * (n W_up^T) with n the RMS norm of x; x [T, I], weights [O, I]: [T, O]."""
     normed = rms_norm(x, *norm)
-    return F.silu(F.linear(normed, gate)) * F.linear(normed, up)
+    return F.silu(_product(normed, gate)) * _product(normed, up)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Residual + X W^T + bias; x [T, I], weight [O, I], bias [O], residual [T, O]: [T, O]."""
-    return residual + F.linear(x, weight, bias)
+    return residual + _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return packed_linear(x, weight, bias)
 
 
 def apply_rope_and_append(

@@ -10,6 +10,8 @@ norm is never rounded. A program reads its first weights before it waits for the
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from keyhole.kernels import reference
-from keyhole.kernels.reference.projections import Norm
+from keyhole.kernels.reference.projections import Norm, Weight
 from keyhole.kernels.triton import overlap
 
 #: Tokens up to which there is a kernel: every token has sums of its own in registers.
@@ -180,31 +182,35 @@ def _launch(
     return out
 
 
-def _few(x: Tensor, *weights: Tensor) -> bool:
-    """Whether there is a kernel for this many tokens of these contiguous weights."""
-    return 0 < len(x) <= MOST_TOKENS and all(weight.is_contiguous() for weight in weights)
+def _few(weights: tuple[Weight, ...], x: Tensor) -> TypeGuard[tuple[Tensor, ...]]:
+    """Whether there is a kernel for this many tokens of these weights, plain and contiguous."""
+    return 0 < len(x) <= MOST_TOKENS and all(
+        isinstance(weight, Tensor) and weight.is_contiguous() for weight in weights
+    )
 
 
 def norm_linears(
-    x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
+    x: Tensor, norm: Norm, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, ...]:
     """As the reference, which computes more tokens, weights or only some biases."""
     given = tuple(bias for bias in biases if bias is not None)
-    if not _few(x, *weights) or len(weights) > 3 or len(given) not in (0, len(weights)):
+    if not _few(weights, x) or len(weights) > 3 or len(given) not in (0, len(weights)):
         return reference.norm_linears(x, norm, weights, biases)
     found = _launch(x, weights, given, norm)
     return tuple(torch.split(found, [len(weight) for weight in weights], 1))
 
 
-def norm_swiglu(x: Tensor, norm: Norm, gate: Tensor, up: Tensor) -> Tensor:
+def norm_swiglu(x: Tensor, norm: Norm, gate: Weight, up: Weight) -> Tensor:
     """As the reference, which computes more tokens."""
-    if not _few(x, gate, up):
+    weights = gate, up
+    if not _few(weights, x):
         return reference.norm_swiglu(x, norm, gate, up)
-    return _launch(x, (gate, up), norm=norm, swiglu=True)
+    return _launch(x, weights, norm=norm, swiglu=True)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """As the reference, which computes more tokens."""
-    if not _few(x, weight):
+    weights = (weight,)
+    if not _few(weights, x):
         return reference.linear_add(x, weight, bias, residual)
-    return _launch(x, (weight,), () if bias is None else (bias,), residual=residual)
+    return _launch(x, weights, () if bias is None else (bias,), residual=residual)

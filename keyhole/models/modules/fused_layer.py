@@ -16,27 +16,31 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from keyhole import kernels
-from keyhole.kernels import reference, triton
+from keyhole.kernels import cpu, reference, triton
 from keyhole.kernels.graph_capture import without_collection
 from keyhole.kernels.triton import overlap
 from keyhole.models.attention import rotate_and_attend
 from keyhole.models.batch import Batch
-from keyhole.models.fast_layers import epsilon
+from keyhole.models.fast_layers import FastLinear, epsilon
+from keyhole.models.weights.packing import BlockLinear, PackedLinear
 
 #: Attention of a layer: from queries [T, Hq, D], keys and values [T, Hkv, D] to [T, Hq, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 #: Tokens of a step, rounded up, for which there are kernels (`kernels.triton.projections`).
 _TOKENS = (1, 2, 4)
+#: The same on a CPU: there is no faster way for few tokens.
+_ON_CPU = frozenset({1, 2, 4, 8})
 #: Layers that are timed: their weights exceed the caches of a GPU, so that they are read from
 #: memory as in a step.
 _TIMED_LAYERS = 8
@@ -59,6 +63,56 @@ class FusedLayer(nn.Module):
     """Marks the subclasses. fused_tokens: numbers of tokens, rounded up, that are computed so."""
 
     fused_tokens: frozenset[int]
+    #: What was read from the modules when they were last seen to be plain.
+    operands: Operands | None
+
+
+class Operands:
+    """What a layer with plain linear layers is computed from, read from its modules once.
+
+    attention: the module; norms, weights and biases: as the operations take them.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        of, mlp = layer.self_attn, layer.mlp
+        self.attention = of
+        is_normed = getattr(of, "q_norm", None) is not None  # Qwen3
+        self.head_norms = (of.q_norm, of.k_norm) if is_normed else None
+        self.input_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        inputs = of.q_proj, of.k_proj, of.v_proj
+        self.inputs = tuple(_weight(linear) for linear in inputs)
+        self.input_biases = tuple(linear.bias for linear in inputs)
+        self.output = _weight(of.o_proj), of.o_proj.bias
+        self.gates = _weight(mlp.gate_proj), _weight(mlp.up_proj)
+        self.down = _weight(mlp.down_proj), mlp.down_proj.bias
+        self._modules = tuple(part for child in layer.children() for part in child.modules())
+        self._members = (
+            layer._modules,
+            *(members for part in self._modules for members in (part._modules, part._parameters)),
+        )
+        self._attributes = tuple(vars(part) for part in self._modules)
+        hooks = ((part._forward_pre_hooks, part._forward_hooks) for part in self._modules)
+        self._hooks = tuple(itertools.chain.from_iterable(hooks))
+        self._seen = self._see()
+
+    def hold(self) -> bool:
+        """Whether the layer still has these modules and weights, and no hooks on them."""
+        return self._seen == self._see() and not any(self._hooks)
+
+    def _see(self) -> list[Any]:
+        """Modules, weights and classes, and how many attributes there are: `forward` may be one."""
+        members = itertools.chain.from_iterable(map(dict.values, self._members))
+        return [*map(id, members), *map(type, self._modules), *map(len, self._attributes)]
+
+
+def operands(layer: Any) -> Operands | None:
+    """The operands of a layer as it is now; None unless its parts are plain."""
+    found: Operands | None = layer.__dict__.get("operands")
+    if found is None or not found.hold():
+        found = Operands(layer) if _is_plain(layer) else None
+        layer.operands = found
+    return found
 
 
 def fuse_layers(network: nn.Module, device: torch.device) -> None:
@@ -67,6 +121,9 @@ def fuse_layers(network: nn.Module, device: torch.device) -> None:
     Their kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
     and that is faster again.
     """
+    if device.type == "cpu" and cpu.current() != cpu.REFERENCE:
+        fuse(fusible(network), _ON_CPU)
+        return
     if device.type != "cuda" or not triton.usable():
         return
     layers = fusible(network)
@@ -78,13 +135,13 @@ def fuse_layers(network: nn.Module, device: torch.device) -> None:
 
 def fusible(network: Any) -> list[Any]:
     """Decoder layers of a network that compute what `decoder_layer` does, with plain weights."""
-    computes: dict[type[nn.Module], bool] = {}
+    known: dict[Any, bool] = {}
     found = []
-    for layer in getattr(network.base_model, "layers", ()):
-        cls = type(layer)
-        if cls not in computes:
-            computes[cls] = is_known(cls, network.config)
-        if computes[cls] and _is_plain(layer):
+    for index, layer in enumerate(getattr(network.base_model, "layers", ())):
+        kind = *_parts(layer), *_settings(layer)
+        if kind not in known:
+            known[kind] = is_known(layer, network.config, index)
+        if known[kind] and _is_plain(layer):
             found.append(layer)
     return found
 
@@ -92,7 +149,8 @@ def fusible(network: Any) -> list[Any]:
 def fuse(layers: Sequence[nn.Module], tokens: frozenset[int]) -> None:
     """Makes layers compute steps of these numbers of tokens by `decoder_layer`, in place."""
     for layer in layers if tokens else ():
-        layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
+        if not isinstance(layer, FusedLayer):
+            layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
         layer.fused_tokens = tokens  # type: ignore[assignment]
 
 
@@ -105,24 +163,19 @@ def fused_tokens(network: nn.Module) -> list[int]:
     return sorted(found)
 
 
-def decoder_layer(layer: Any, x: Tensor, attend: Attend) -> Tensor:
+def decoder_layer(of: Operands, x: Tensor, attend: Attend) -> Tensor:
     """The output [T, width] of a Llama layer for the hidden states x [T, width]."""
-    of, mlp = layer.self_attn, layer.mlp
-    linears = of.q_proj, of.k_proj, of.v_proj
-    parts = kernels.norm_linears(
-        x,
-        _norm(layer.input_layernorm),
-        tuple(linear.weight for linear in linears),
-        tuple(linear.bias for linear in linears),
-    )
-    query, key, value = (part.unflatten(1, (-1, of.head_dim)) for part in parts)
-    if getattr(of, "q_norm", None) is not None:  # Qwen3
-        query, key = of.q_norm(query), of.k_norm(key)
+    parts = kernels.norm_linears(x, of.input_norm, of.inputs, of.input_biases)
+    query, key, value = (part.unflatten(1, (-1, of.attention.head_dim)) for part in parts)
+    if of.head_norms is not None:
+        query, key = (norm(x) for norm, x in zip(of.head_norms, (query, key), strict=True))
     out = attend(query, key, value).flatten(1)
-    x = kernels.linear_add(out, of.o_proj.weight, of.o_proj.bias, x)
-    gates = mlp.gate_proj.weight, mlp.up_proj.weight
-    inner = kernels.norm_swiglu(x, _norm(layer.post_attention_layernorm), *gates)
-    return kernels.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x)
+    x = kernels.linear_add(out, *of.output, x)
+    return kernels.linear_add(kernels.norm_swiglu(x, of.mlp_norm, *of.gates), *of.down, x)
+
+
+def _weight(linear: Any) -> Any:
+    return linear.stored if isinstance(linear, PackedLinear) else linear.weight
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
@@ -144,73 +197,107 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **more: Any,
     ) -> Any:
         batch: Batch | None = more.get("keyhole")
-        of, rope = self.self_attn, position_embeddings
-        if batch is None or rope is None or rest or not _fits(self, hidden_states, rope, batch):
+        of, rope = None, position_embeddings
+        if not rest and _fits(self, hidden_states, rope, batch):
+            of = operands(self)
+        if of is None or batch is None or rope is None:
             more["position_embeddings"] = position_embeddings
             return original(self, hidden_states, attention_mask, *rest, **more)
-        angles = rope[0][0], rope[1][0]
+        angles, attention = (rope[0][0], rope[1][0]), of.attention
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return rotate_and_attend(
-                batch, int(of.layer_idx), query, key, value, angles, of.scaling
+                batch, attention.layer_idx, query, key, value, angles, attention.scaling
             )
 
-        return decoder_layer(self, hidden_states[0], attend)[None]
+        return decoder_layer(of, hidden_states[0], attend)[None]
 
     return type(f"Fused{cls.__name__}", (FusedLayer, cls), {"forward": forward})
 
 
-def _fits(layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: Batch) -> bool:
+def _fits(
+    layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor] | None, batch: Batch | None
+) -> bool:
     """Whether a fused layer computes this packed row by `decoder_layer`."""
     tokens = 1 << (hidden.shape[1] - 1).bit_length()
-    whole = (1, hidden.shape[1], layer.self_attn.head_dim)
     return (
-        len(hidden) == 1
-        and tokens in layer.fused_tokens
+        batch is not None
         and batch.rewrite is None
-        and rope[0].shape == whole
+        and rope is not None
+        and rope[0].shape == (1, hidden.shape[1], layer.self_attn.head_dim)
+        and hidden.shape[0] == 1
+        and tokens in layer.fused_tokens
         and not torch.is_grad_enabled()
-        and _is_plain(layer)
     )
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer has plain linear layers, without adapters, and no hooks on its parts."""
+    """Whether a layer has plain linear layers, without adapters, and its parts no hooks.
+
+    Quantisers, and offloading, give a plain module another `forward`.
+    """
     of, mlp = layer.self_attn, layer.mlp
     linears: tuple[Any, ...] = of.q_proj, of.k_proj, of.v_proj, of.o_proj
     linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
     plain = all(
-        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears
+        type(linear) in (PackedLinear, BlockLinear)
+        or (type(linear) in (nn.Linear, FastLinear) and type(linear.weight) is nn.Parameter)
+        for linear in linears
     )
     parts = (part for child in layer.children() for part in child.modules())
-    return plain and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return plain and not any(
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in parts
+    )
 
 
-def is_known(cls: type[nn.Module], config: Any) -> bool:
-    """Whether layers of a class compute what `decoder_layer` does; checked by running a small one.
+def is_known(layer: Any, config: Any, index: int) -> bool:
+    """Whether a layer has plain parts and computes what `decoder_layer` does.
 
-    config: the model's; another one of the same class may have other biases or activations.
+    Checked by running a small one.
+
+    config: the model's; layers of the same class may have other biases or activations in another
+    model, and lack RoPE at another index.
     """
-    small = copy.deepcopy(config)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, _SMALL["hidden_size"], generator=generator)
     angles = torch.randn(3, _SMALL["head_dim"] // 2, generator=generator).repeat(1, 2)
     rope = angles.cos(), angles.sin()
     try:
+        if not _is_plain(layer):
+            return False
+        small = copy.deepcopy(config)
         for name, value in _SMALL.items():
             setattr(small, name, value)
         small._attn_implementation = "eager"
         with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
-            layer: Any = cls(small, 0).float().eval()
-            if not _is_plain(layer) or layer.mlp.gate_proj.bias is not None:
+            same: Any = _original(type(layer))(small, index).float().eval()
+            if [*_parts(same)] != [*_parts(layer)] or same.mlp.gate_proj.bias is not None:
                 return False
-            for parameter in layer.parameters():
+            for parameter in same.parameters():
                 parameter.normal_(std=0.5, generator=generator)
-            theirs = layer(x[None], position_embeddings=(rope[0][None], rope[1][None]))
-            ours = decoder_layer(layer, x, functools.partial(_attend, rope, layer))
+            theirs = same(x[None], position_embeddings=(rope[0][None], rope[1][None]))
+            ours = decoder_layer(Operands(same), x, functools.partial(_attend, rope, same))
         return torch.allclose(ours, theirs[0], rtol=_TOLERANCE, atol=_TOLERANCE)
     except Exception:  # noqa: BLE001 - a class with other arguments, modules or results
         return False
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, type]]:
+    """The names and classes of what is in a layer; a model may put other parts into it."""
+    return ((name, _original(type(part))) for name, part in layer.named_modules())
+
+
+def _settings(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The numbers and names that modules of a layer keep, except its own number."""
+    for place, part in layer.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, bool | int | float | str) and name != "layer_idx":
+                yield place, name, value
+
+
+def _original(cls: type) -> Any:
+    """The class of a module before Keyhole gave it another."""
+    return next(x for x in cls.__mro__ if not x.__module__.startswith("keyhole."))
 
 
 def _attend(
@@ -288,7 +375,9 @@ def _fused(layers: Sequence[Any], overlapped: bool, x: Tensor) -> Tensor:
     """The same by `decoder_layer`."""
     with overlap.using(overlapped):
         for layer in layers:
-            x = decoder_layer(layer, x, lambda query, key, value: query)
+            of = operands(layer)
+            assert of is not None
+            x = decoder_layer(of, x, lambda query, key, value: query)
     return x
 
 

@@ -56,6 +56,11 @@ class _Packed:
         """The packed weight."""
         return PackedWeight(self.codes, self.scales, self.minimums, self.bits)
 
+    @property
+    def stored(self) -> PackedWeight | BlockWeight:
+        """The weight as kernels read it."""
+        return self.packed
+
     def rows(self, which: slice | Tensor) -> PackedWeight:
         """Some rows of the weight."""
         return self.packed.rows(which)
@@ -72,16 +77,12 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, without gradients."""
         if input.numel() <= self.few_tokens(input.dtype) * self.in_features:
-            return self.product_of_few(input)
+            return kernels.packed_linear(input, self.stored, self.bias)
         return _product_of_many(self, input, range(self.out_features), self.bias)
 
     def few_tokens(self, dtype: torch.dtype) -> int:
         """Up to so many tokens the codes are read; with more, unpacking is faster."""
         return max(_FEW, min(_MOST, most_tokens(dtype)))
-
-    def product_of_few(self, input: Tensor) -> Tensor:
-        """The product for few tokens, which reads the codes."""
-        return kernels.packed_linear(input, self.packed, self.bias)
 
 
 class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]
@@ -104,11 +105,11 @@ class _Blocks(_Packed):
     @property
     def packed(self) -> PackedWeight:
         """The weight with its scales expanded."""
-        return self._blocks.expand()
+        return self.stored.expand()
 
     def rows(self, which: slice | Tensor) -> PackedWeight:
         """Some rows of the weight."""
-        return self._blocks.rows(which).expand()
+        return self.stored.rows(which).expand()
 
     @property
     def weight(self) -> Tensor:
@@ -116,7 +117,8 @@ class _Blocks(_Packed):
         return kernels.unpack(self.packed).to(self.dtype)
 
     @property
-    def _blocks(self) -> BlockWeight:
+    def stored(self) -> BlockWeight:
+        """The weight as kernels read it."""
         return BlockWeight(self.codes, self.block_scales, self.group_scales, self.bits)
 
 
@@ -126,10 +128,6 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
     def few_tokens(self, dtype: torch.dtype) -> int:
         """As for packed weights, without a matrix unit, which does not read blocks."""
         return super().few_tokens(torch.float32)
-
-    def product_of_few(self, input: Tensor) -> Tensor:
-        """The product for few tokens, which reads codes and scales as they are stored."""
-        return kernels.packed_linear(input, self._blocks, self.bias)
 
 
 class BlockEmbedding(_Blocks, PackedEmbedding):  # type: ignore[override]
@@ -149,7 +147,7 @@ class BlockMatrices(_Blocks, nn.Module):
         outputs = range(expert * count, (expert + 1) * count)
         if len(x) > _FEW:
             return _product_of_many(self, x, outputs, None)
-        return kernels.packed_linear(x, self._blocks.rows(slice(outputs.start, outputs.stop)))
+        return kernels.packed_linear(x, self.stored.rows(slice(outputs.start, outputs.stop)))
 
 
 class BlockExperts(nn.Module):

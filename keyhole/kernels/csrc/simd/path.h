@@ -88,6 +88,8 @@ KEYHOLE_BY_DTYPE(any_packed_linear, packed_linear, PackedLinear)
 KEYHOLE_BY_DTYPE(any_unpack, unpack, Unpack)
 KEYHOLE_BY_DTYPE(any_rms_norm, rms_norm, RmsNorm)
 KEYHOLE_BY_DTYPE(any_apply_rope, apply_rope, Rope)
+KEYHOLE_BY_DTYPE(any_swiglu, swiglu, Elementwise)
+KEYHOLE_BY_DTYPE(any_add, add, Elementwise)
 #undef KEYHOLE_BY_DTYPE
 
 }  // namespace
@@ -96,6 +98,6 @@ extern const Path KEYHOLE_PATH;
 const Path KEYHOLE_PATH = {any_attend,        any_prefill,  any_quantise,
                            any_page_bounds,   any_bound_scores,
                            any_summary_scores, any_linear,  any_packed_linear, any_unpack,
-                           any_rms_norm,      any_apply_rope};
+                           any_rms_norm,      any_apply_rope, any_swiglu, any_add};
 
 }  // namespace keyhole

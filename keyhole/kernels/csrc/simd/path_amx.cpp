@@ -45,20 +45,27 @@ void prefill(const Prefill& a) {
     else CausalAttention<bfloat16>(a).run();
 }
 
+// Layers of one input have passes of their own: it takes a small part of the time to arrange.
 void linear(const Linear& a) {
+    if (a.next) linear(*a.next);
     if (a.dtype == DType::bfloat16 && a.I % 32 == 0 && a.O >= kTile && a.T > 0 &&
         a.T <= kMostTokens)
         return matrix_linear(a);
-    avx512_path.linear(a);
+    Linear one = a;
+    one.next = nullptr;
+    avx512_path.linear(one);
 }
 
 void packed_linear(const PackedLinear& a) {
+    if (a.next) packed_linear(*a.next);
     // Two tokens have few enough products for vectors, which need not wait for whole rows of codes.
     const bool fit = a.dtype == DType::bfloat16 && a.O >= kTile && a.T > 2 && a.T <= kMostTokens &&
                      a.weight.group % 32 == 0 && !a.blocks.of_blocks;
     if (fit && a.weight.bits == 4) return matrix_packed_linear<4>(a);
     if (fit && a.weight.bits == 8) return matrix_packed_linear<8>(a);
-    avx512_path.packed_linear(a);
+    PackedLinear one = a;
+    one.next = nullptr;
+    avx512_path.packed_linear(one);
 }
 
 }  // namespace
