@@ -1,14 +1,14 @@
-"""Decoder layers of a GPU model whose decode steps take few launches.
+"""Decoder layers whose steps of few tokens take few launches on a GPU, few calls on a CPU.
 
 A step of one token reads every weight once, and reads those of a small model faster than it
-launches operations, of which transformers' code has 17 in a Llama layer. Here the same
-weights are read by four products together with what is computed around them
-(`kernels.norm_linears` and so on), RoPE and the write into pages are one operation, and attention
-is what it always is. Numbers are rounded as by the operations one by one, except that the result of
-a norm is not rounded.
+launches operations, of which transformers' code has 17 in a Llama layer. On a CPU each is a call
+from Python, as long as reading a hundred kilobytes. Here the same weights are read by four products
+together with what is computed around them (`kernels.norm_linears` and so on), RoPE and the write
+into pages are one operation, and attention is what it always is. Numbers are rounded as by the
+operations one by one, except that a GPU does not round the result of a norm.
 
-A subclass computes steps of few tokens so where that was measured to be faster on this device;
-everything else goes through transformers' own code, and so do layers that compute something else:
+A subclass computes steps of few tokens so, on a GPU where that was measured to be faster.
+Everything else goes through transformers' own code, and so do layers that compute something else:
 a small layer of the same class is run and compared when a model is loaded.
 """
 
@@ -39,7 +39,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 #: Tokens of a step, rounded up, for which there are kernels (`kernels.triton.projections`).
 _TOKENS = (1, 2, 4)
-#: The same on a CPU: there is no faster way for few tokens.
+#: The same on a CPU, where nothing is faster.
 _ON_CPU = frozenset({1, 2, 4, 8})
 #: Layers that are timed: their weights exceed the caches of a GPU, so that they are read from
 #: memory as in a step.
@@ -116,9 +116,9 @@ def operands(layer: Any) -> Operands | None:
 
 
 def fuse_layers(network: nn.Module, device: torch.device) -> None:
-    """Fuses the decoder layers of a GPU model for the numbers of tokens where it is faster.
+    """Fuses the decoder layers of a model: on a GPU for the numbers of tokens where it is faster.
 
-    Their kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
+    There kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
     and that is faster again.
     """
     if device.type == "cpu" and cpu.current() != cpu.REFERENCE:
