@@ -192,6 +192,7 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
             _require_linear(network, name, layer, folder)
             down = layer.lora_A["default"].weight.detach().clone()
             up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
+            _require_finite(name, (down, up), network.dtype, folder)
             found.append((name, AdapterMatrices(number, down, up)))
         return sorted(found, key=lambda pair: pair[0])
     finally:
@@ -247,6 +248,17 @@ def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
         raise _unsuitable(folder, f"it adapts {name}, which does not run once for every token")
     if layer is network.get_output_embeddings() or "lm_head" in name.split("."):
         raise _unsuitable(folder, f"it adapts {name}, which runs for single tokens only")
+
+
+def _require_finite(
+    name: str, matrices: Iterable[Tensor], dtype: torch.dtype, folder: Path
+) -> None:
+    """ModelError for NaN or infinite numbers, which rows without the adapter would get, too."""
+    if not all(bool(matrix.to(dtype).isfinite().all()) for matrix in matrices):
+        raise ModelError(
+            f"the adapter {str(folder)!r} is damaged: {name} has NaN or infinite numbers in "
+            f"{str(dtype).removeprefix('torch.')}; train or download it again"
+        )
 
 
 def _unsuitable(folder: Path, why: str) -> ModelError:
