@@ -275,15 +275,14 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     """
     import peft
 
+    config, weights = _read(adapter)
     try:
-        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
         if config.peft_type != peft.PeftType.LORA:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
                 f"the adapter {str(adapter)!r} is of type {kind}, which cannot be merged into the "
                 "weights; only LORA can"
             )
-        weights = peft.load_peft_weights(str(adapter), device="cpu")
         if alone:
             _require_plain(config, adapter)
             weights = _low_rank(weights, adapter)
@@ -295,8 +294,11 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
         report: Any = peft.set_peft_model_state_dict(adapted, weights)
     except ModelError:
         raise
-    except Exception as error:  # peft, safetensors, the file system
-        raise ModelError(f"the adapter {str(adapter)!r} {_why(adapter, base, error)}") from error
+    except Exception as error:  # peft
+        raise ModelError(
+            f"the adapter {str(adapter)!r} does not fit the model {base!r}: {one_line(error)}; "
+            f"name its own base as base_model_name_or_path in its {ADAPTER}"
+        ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)
     if wrong:
@@ -308,8 +310,19 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     return adapted
 
 
-def _why(adapter: Path, base: str, error: Exception) -> str:
-    """What is wrong with an adapter that cannot be loaded, and what helps."""
+def _read(adapter: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The config and the weights in an adapter's folder; ModelError if they cannot be read."""
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter))
+        return config, peft.load_peft_weights(str(adapter), device="cpu")
+    except Exception as error:  # peft, safetensors, the file system
+        raise ModelError(f"the adapter {str(adapter)!r} {_why_unread(adapter, error)}") from error
+
+
+def _why_unread(adapter: Path, error: Exception) -> str:
+    """What is wrong with an adapter's files, and what helps."""
     if not (adapter / ADAPTER).is_file():
         return f"is missing: there is no {ADAPTER} in that folder"
     if not any(map(any, map(adapter.glob, _WEIGHTS))):
@@ -317,7 +330,4 @@ def _why(adapter: Path, base: str, error: Exception) -> str:
     broken = damage(adapter)
     if broken is not None:
         return f"cannot be loaded: {broken}"
-    return (
-        f"does not fit the model {base!r}: {one_line(error)}; name its own base as "
-        f"base_model_name_or_path in its {ADAPTER}"
-    )
+    return f"cannot be loaded: {one_line(error)}; download its {ADAPTER} and its weights again"
