@@ -368,3 +368,16 @@ def test_records_of_an_adapter_are_repaired(stored: Documented, path: str, tmp_p
     assert ran.out.startswith("repaired: faq: its record was made by another model: no adapter; ")
     assert stored("verify", "faq", *adapter).out == "1 document checked, no problems\n"
     assert stored(*ask, *adapter).status == stored(*ask).status == 0
+
+
+def test_documents_of_eight_bits(documents: Documented, tmp_path: Path) -> None:
+    """`ask` took --kv-dtype, but no command could encode a document for it."""
+    (tmp_path / "a").write_text(FAQ)
+    eight = ("--kv-dtype", "int8")
+    ask = ("ask", "Which lamp?", "--documents", "a", *FEW, *eight)
+    assert documents("add", "a", str(tmp_path / "a")).status == 0
+    assert "expected kv_dtype 'int8'" in documents(*ask).err
+    assert documents("verify", "a", "--repair", *eight).status == 0
+    assert documents(*ask).status == 0
+    assert documents("add", "b", str(tmp_path / "a"), *eight).status == 0
+    assert documents("verify", *eight).out == "2 documents checked, no problems\n"

@@ -228,7 +228,7 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", metavar="NAME", help="check what questions with this LoRA adapter need"
     )
-    flags.add_settings(parser, EngineConfig, "engine", ("memory",))
+    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:
