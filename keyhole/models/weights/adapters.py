@@ -158,6 +158,11 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
     """
     if not folders:
         return Adapters()
+    given: Any = folders
+    if not (
+        isinstance(given, Mapping) and all(isinstance(one, str | Path) for one in given.values())
+    ):
+        raise ConfigError(f"adapters {given!r} must be folders by name, such as {{'sql': FOLDER}}")
     if not is_peft_available():
         raise ModelError(
             "adapters= needs peft, which is not installed: pip install 'keyhole[lora]'"

@@ -233,6 +233,13 @@ def test_adapters_beside_packed_weights(tmp_path: Path) -> None:
     assert changed.token_ids != base.token_ids
 
 
+@pytest.mark.parametrize("given", ["a-folder", ["a-folder"], {"sql": None}])
+def test_folders_without_names_are_refused(folders: dict[str, Path], given: Any) -> None:
+    """They ended in a traceback of Python's."""
+    with pytest.raises(ConfigError, match=r"must be folders by name, such as \{'sql': FOLDER\}"):
+        LLM(folders["base"], device="cpu", adapters=given)
+
+
 def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
     llm = adapted(folders)
     with pytest.raises(UnknownNameError, match="did you mean 'wide'"):
