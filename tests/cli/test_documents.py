@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from keyhole import LLM
 from keyhole.cli.common import flags
@@ -349,3 +350,34 @@ def test_looking_at_documents_loads_no_torch(stored: Documented, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "removed: faq"
     assert names(stored) == ["a", "handbook"]
+
+
+@pytest.mark.filterwarnings("default")  # peft has its own
+def test_records_of_an_adapter_are_repaired(stored: Documented, path: str, tmp_path: Path) -> None:
+    """The error of `ask` named `verify --repair`, which encoded them for the base model."""
+    peft = pytest.importorskip("peft", reason="pip install 'keyhole[lora]'")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    network = AutoModelForCausalLM.from_pretrained(path)
+    peft.get_peft_model(network, config).save_pretrained(tmp_path / "tone")
+    adapter = ("--adapters", f"tone={tmp_path / 'tone'}", "--adapter", "tone")
+    ask = ("ask", "Which lamp?", "--documents", "faq", "--reuse", "sam_kv:block_size=16", *FEW)
+    ran = stored(*ask, *adapter)
+    assert ran.status == 2
+    assert "`keyhole documents verify faq --repair`" in ran.err
+    ran = stored("verify", "faq", "--repair", *adapter)
+    assert ran.out.startswith("repaired: faq: its record was made by another model: no adapter; ")
+    assert stored("verify", "faq", *adapter).out == "1 document checked, no problems\n"
+    assert stored(*ask, *adapter).status == stored(*ask).status == 0
+
+
+def test_documents_of_eight_bits(documents: Documented, tmp_path: Path) -> None:
+    """`ask` took --kv-dtype, but no command could encode a document for it."""
+    (tmp_path / "a").write_text(FAQ)
+    eight = ("--kv-dtype", "int8")
+    ask = ("ask", "Which lamp?", "--documents", "a", *FEW, *eight)
+    assert documents("add", "a", str(tmp_path / "a")).status == 0
+    assert "expected kv_dtype 'int8'" in documents(*ask).err
+    assert documents("verify", "a", "--repair", *eight).status == 0
+    assert documents(*ask).status == 0
+    assert documents("add", "b", str(tmp_path / "a"), *eight).status == 0
+    assert documents("verify", *eight).out == "2 documents checked, no problems\n"

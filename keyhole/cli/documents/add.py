@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", metavar="NAME", help="encode for questions with this LoRA adapter"
     )
-    flags.add_settings(parser, EngineConfig, "engine", ("memory",))
+    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -224,12 +224,16 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     add_limit(parser)
     flags.add_model(parser)
-    flags.add_settings(parser, EngineConfig, "engine", ("memory",))
+    flags.add_adapters(parser)
+    parser.add_argument(
+        "--adapter", metavar="NAME", help="check what questions with this LoRA adapter need"
+    )
+    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:
     """Prints a line per problem."""
-    documents = open_llm(arguments).documents
+    documents = open_llm(arguments).documents_with(arguments.adapter)
     known = [info.name for info in documents.list()]
     names = expand(arguments.names, known) if arguments.names else None
     problems = documents.verify(names)
@@ -298,10 +302,10 @@ class Verify:
     """Reads everything stored of the documents, compares it with its digests, and reports what is
     wrong.
 
-    For damaged records and records of another model (revision, dtype, RoPE, tokenizer), the
-    differences are named. --repair encodes them again from their texts; only a damaged text cannot
-    be repaired. A record that was evicted is reported, and encoded again, only if its document is
-    named. Exit status 1 if something is wrong and was not repaired.
+    For damaged records and records of another model (revision, dtype, RoPE, tokenizer, LoRA
+    adapter), the differences are named. --repair encodes them again from their texts; only a
+    damaged text cannot be repaired. A record that was evicted is reported, and encoded again, only
+    if its document is named. Exit status 1 if something is wrong and was not repaired.
     """
 
     add_arguments = staticmethod(_add_verify_arguments)

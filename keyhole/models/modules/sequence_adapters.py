@@ -116,6 +116,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         if rows is None:
             return out
         inner = F.linear(x, self.down)
-        return out + F.linear(inner * (self.owner == rows.numbers[:, None]), self.up)
+        # Filled, not multiplied: a row that overflows in another adapter must not become NaN.
+        others = self.owner != rows.numbers[:, None]
+        return out + F.linear(inner.masked_fill(others, 0), self.up)
 
     return type(f"Adapted{cls.__name__}", (Adapted, cls), {"forward": forward})

@@ -158,6 +158,11 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
     """
     if not folders:
         return Adapters()
+    given: Any = folders
+    if not (
+        isinstance(given, Mapping) and all(isinstance(one, str | Path) for one in given.values())
+    ):
+        raise ConfigError(f"adapters {given!r} must be folders by name, such as {{'sql': FOLDER}}")
     if not is_peft_available():
         raise ModelError(
             "adapters= needs peft, which is not installed: pip install 'keyhole[lora]'"
@@ -192,6 +197,7 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
             _require_linear(network, name, layer, folder)
             down = layer.lora_A["default"].weight.detach().clone()
             up = layer.lora_B["default"].weight.detach() * layer.scaling["default"]
+            _require_finite(name, (down, up), network.dtype, folder)
             found.append((name, AdapterMatrices(number, down, up)))
         return sorted(found, key=lambda pair: pair[0])
     finally:
@@ -249,6 +255,17 @@ def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
         raise _unsuitable(folder, f"it adapts {name}, which runs for single tokens only")
 
 
+def _require_finite(
+    name: str, matrices: Iterable[Tensor], dtype: torch.dtype, folder: Path
+) -> None:
+    """ModelError for NaN or infinite numbers, which rows without the adapter would get, too."""
+    if not all(bool(matrix.to(dtype).isfinite().all()) for matrix in matrices):
+        raise ModelError(
+            f"the adapter {str(folder)!r} is damaged: {name} has NaN or infinite numbers in "
+            f"{str(dtype).removeprefix('torch.')}; train or download it again"
+        )
+
+
 def _unsuitable(folder: Path, why: str) -> ModelError:
     return ModelError(
         f"the adapter {str(folder)!r} cannot be applied to single requests: {why}; to merge it, "
@@ -263,15 +280,14 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     """
     import peft
 
+    config, weights = _read(adapter)
     try:
-        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
         if config.peft_type != peft.PeftType.LORA:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
                 f"the adapter {str(adapter)!r} is of type {kind}, which cannot be merged into the "
                 "weights; only LORA can"
             )
-        weights = peft.load_peft_weights(str(adapter), device="cpu")
         if alone:
             _require_plain(config, adapter)
             weights = _low_rank(weights, adapter)
@@ -283,8 +299,11 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
         report: Any = peft.set_peft_model_state_dict(adapted, weights)
     except ModelError:
         raise
-    except Exception as error:  # peft, safetensors, the file system
-        raise ModelError(f"the adapter {str(adapter)!r} {_why(adapter, base, error)}") from error
+    except Exception as error:  # peft
+        raise ModelError(
+            f"the adapter {str(adapter)!r} does not fit the model {base!r}: {one_line(error)}; "
+            f"name its own base as base_model_name_or_path in its {ADAPTER}"
+        ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)
     if wrong:
@@ -296,8 +315,19 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     return adapted
 
 
-def _why(adapter: Path, base: str, error: Exception) -> str:
-    """What is wrong with an adapter that cannot be loaded, and what helps."""
+def _read(adapter: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The config and the weights in an adapter's folder; ModelError if they cannot be read."""
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter))
+        return config, peft.load_peft_weights(str(adapter), device="cpu")
+    except Exception as error:  # peft, safetensors, the file system
+        raise ModelError(f"the adapter {str(adapter)!r} {_why_unread(adapter, error)}") from error
+
+
+def _why_unread(adapter: Path, error: Exception) -> str:
+    """What is wrong with an adapter's files, and what helps."""
     if not (adapter / ADAPTER).is_file():
         return f"is missing: there is no {ADAPTER} in that folder"
     if not any(map(any, map(adapter.glob, _WEIGHTS))):
@@ -305,7 +335,4 @@ def _why(adapter: Path, base: str, error: Exception) -> str:
     broken = damage(adapter)
     if broken is not None:
         return f"cannot be loaded: {broken}"
-    return (
-        f"does not fit the model {base!r}: {one_line(error)}; name its own base as "
-        f"base_model_name_or_path in its {ADAPTER}"
-    )
+    return f"cannot be loaded: {one_line(error)}; download its {ADAPTER} and its weights again"

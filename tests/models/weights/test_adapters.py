@@ -202,7 +202,12 @@ def test_an_adapter_that_cannot_be_read_names_its_file(folders: dict[str, Path],
     assert f"{WEIGHTS} is a pointer of Git LFS" in said(adapter)
     (adapter / WEIGHTS).unlink()
     assert said(adapter).endswith(f"cannot be loaded: {WEIGHTS} is missing: download it")
+    (adapter / "adapter_model.bin").write_bytes(b"no adapter")
+    assert said(adapter).endswith("; download its adapter_config.json and its weights again")
     if way == "chosen by requests":
+        (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r')
+        assert "cannot be loaded: JSONDecodeError: Unterminated string" in said(adapter)
+        assert said(adapter).endswith("; download its adapter_config.json and its weights again")
         assert "is missing: there is no adapter_config.json in that folder" in said(adapter / "x")
 
 

@@ -19,6 +19,7 @@ from transformers import (
 import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
+from keyhole.models.modules.sequence_adapters import AdapterMatrices, attach, using
 from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
 from tests.models.conftest import SPLIT, Places
@@ -232,6 +233,13 @@ def test_adapters_beside_packed_weights(tmp_path: Path) -> None:
     assert changed.token_ids != base.token_ids
 
 
+@pytest.mark.parametrize("given", ["a-folder", ["a-folder"], {"sql": None}])
+def test_folders_without_names_are_refused(folders: dict[str, Path], given: Any) -> None:
+    """They ended in a traceback of Python's."""
+    with pytest.raises(ConfigError, match=r"must be folders by name, such as \{'sql': FOLDER\}"):
+        LLM(folders["base"], device="cpu", adapters=given)
+
+
 def test_an_unknown_adapter_is_refused(folders: dict[str, Path]) -> None:
     llm = adapted(folders)
     with pytest.raises(UnknownNameError, match="did you mean 'wide'"):
@@ -322,6 +330,40 @@ def test_stored_embeddings_are_refused_and_change_nothing(
     with pytest.raises(ModelError, match=r"it has lm_head\.weight besides low-rank matrices"):
         LLM(own, adapters={"more": tmp_path})
     assert own.model.embed_tokens.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", torch.nan), ("float32", torch.inf), ("float16", 1e5)]
+)
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_numbers_that_are_not_finite_are_refused(
+    folders: dict[str, Path], tmp_path: Path, dtype: str, value: float, part: str
+) -> None:
+    """They were taken, and requests without the adapter ended with NaN beside one with it."""
+    network = random_adapter(folders["base"], 0, KINDS["narrow"])
+    name = "model.layers.1.self_attn.o_proj"
+    layer = network.get_submodule(f"base_model.model.{name}")
+    with torch.no_grad():
+        getattr(layer, part)["default"].weight[0] = value
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{name} has NaN or infinite numbers in {dtype}"):
+        LLM(folders["base"], device="cpu", dtype=dtype, adapters={"broken": tmp_path})
+
+
+def test_what_overflows_in_one_adapter_stays_in_its_rows() -> None:
+    """A row's product with the matrix of another adapter was infinite, and times zero NaN."""
+    layer: Any = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    ones = torch.ones(1, 2), torch.ones(3, 1)
+    parts = [AdapterMatrices(1, 1e38 * ones[0], ones[1]), AdapterMatrices(2, *ones)]
+    x = torch.full((3, 2), 1e3)
+    with torch.no_grad():
+        plain = layer(x)
+        attach(layer, {"0": parts}, torch.float32)
+        with using(torch.tensor([0, 1, 2])):
+            found = layer(x)
+    assert torch.equal(found[0], plain[0])
+    assert found[1].isinf().all()
+    assert torch.equal(found[2], plain[2] + x[2].sum())
 
 
 def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
