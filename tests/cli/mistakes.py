@@ -241,6 +241,14 @@ MISTAKES = [
         "block_size 8 must be left out, or combined with --objective gate",
     ),
     (
+        "train-head --objective gate --inputs tokens",
+        "inputs 'tokens' must be left out, or combined with --objective attention or selection or",
+    ),
+    (
+        "train-head --objective gate --feature-layers 1",
+        "feature_layers (1,) must be left out, or combined with --objective attention or",
+    ),
+    (
         "train-head --inputs tokens --feature-layers 0,1",
         "feature_layers (0, 1) must be left out, or combined with --inputs tokens+features",
     ),
