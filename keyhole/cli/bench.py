@@ -151,14 +151,15 @@ def measured(
         stream.flush()
 
     line |= benchmark(settings, report)
-    file.add(line)
     if arguments.json:
-        print(terminal.to_json(line))
+        print(terminal.to_json(line), flush=True)
+        file.add(line)  # after the results, which a disk without room must not cost
         return 0
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
         met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
         print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
+    file.add(line)
     bandwidth = line.get("read_bytes_per_s")
     speed = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
     print(f"{speed}written: {arguments.output}")

@@ -16,7 +16,7 @@ import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keyhole import drawing
 from keyhole.cli.common import flags, terminal
@@ -33,6 +33,7 @@ from keyhole.config import (
 )
 from keyhole.errors import ConfigError
 from keyhole.policies import make_policy
+from keyhole.registry import parse_one
 
 if TYPE_CHECKING:
     from keyhole.cache.layout import Geometry, ModelSize
@@ -115,10 +116,7 @@ def _build(place: ModelFiles) -> Built:
 def run(arguments: argparse.Namespace) -> int:
     """Prints thresholds, and a row per length."""
     given = flags.settings_of(arguments, PlanSettings)
-    if "policy" in given and "token_budget" not in given:
-        policy = make_policy(given["policy"])
-        given["token_budget"] = getattr(policy, "token_budget", PlanSettings.token_budget)
-    settings = PlanSettings(**given)
+    settings = PlanSettings(**_one_budget(given))
     if arguments.plot is not None:
         check_outputs(Output("--plot", arguments.plot, PICTURE))
         drawing.matplotlib()
@@ -154,6 +152,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot:
             print(f"written: {arguments.plot}")
     return 0
+
+
+def _one_budget(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the budget of the policy; ConfigError for another budget beside it."""
+    if "policy" not in given:
+        return given
+    named = parse_one(given["policy"], "policy").settings
+    if "token_budget" in given and any(name == "token_budget" for name, _ in named):
+        raise ConfigError(
+            f"policy {given['policy']!r} has a token_budget of its own; leave out --token-budget "
+            f"{given['token_budget']}"
+        )
+    policy = make_policy(given["policy"])
+    return {"token_budget": getattr(policy, "token_budget", PlanSettings.token_budget), **given}
 
 
 def memory_model(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:

@@ -9,6 +9,7 @@ lengths.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
@@ -16,12 +17,13 @@ from keyhole.errors import ConfigError
 from keyhole.models.weights.weight_format import weight_format
 
 if TYPE_CHECKING:
-    from keyhole.eval.verify import RecallCell
+    from keyhole.eval.verify import RecallCell, RecallText
     from keyhole.eval.weight_error import PlainRun, WeightError
     from keyhole.exactness_gate import Exactness
     from keyhole.models.model import Model
     from keyhole.retrieval.head import RetrievalHead
-    from keyhole.retrieval.training.training_config import Corpus
+
+    Texts = Mapping[int, list[RecallText]]
 
 _HEADS = ("policy", "run", "result", "error", "allowed", "largest difference", "same token")
 
@@ -130,12 +132,13 @@ def _length(text: str | None) -> int | None:
     return int(text)
 
 
-def _texts(model: Model, arguments: argparse.Namespace) -> Corpus | None:
+def _texts(model: Model, arguments: argparse.Namespace) -> Texts | None:
     """The texts for the recall of the head; None without a head, or without texts for it.
 
-    ConfigError for texts that nothing would read.
+    ConfigError, before the checks, for texts that are too short or that nothing would read.
     """
     from keyhole.eval.tiny_language.tasks import HeadTexts
+    from keyhole.eval.verify import recall_texts
     from keyhole.retrieval.training.training_config import read
 
     if model.head is None:
@@ -146,11 +149,12 @@ def _texts(model: Model, arguments: argparse.Namespace) -> Corpus | None:
             )
         return None
     if arguments.data is not None:
-        return read(arguments.data, model.tokenizer, model.vocab_size)
-    return HeadTexts() if flags.has_bundled_vocabulary(arguments.model) else None
+        return recall_texts(model, read(arguments.data, model.tokenizer, model.vocab_size))
+    bundled = flags.has_bundled_vocabulary(arguments.model)
+    return recall_texts(model, HeadTexts()) if bundled else None
 
 
-def _head(model: Model, texts: Corpus | None) -> tuple[RetrievalHead, list[RecallCell]] | None:
+def _head(model: Model, texts: Texts | None) -> tuple[RetrievalHead, list[RecallCell]] | None:
     """The head and its recall over the texts."""
     from keyhole.eval.verify import check_head
 

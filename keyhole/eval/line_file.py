@@ -59,7 +59,9 @@ class LineFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            data = self.path.read_bytes() if self.path.exists() else b""
+            # A device has no lines; some, such as /dev/full, have no end either.
+            there = self.path.exists() and not self.path.is_char_device()
+            data = self.path.read_bytes() if there else b""
         except OSError as error:
             raise ConfigError(f"{str(self.path)!r} cannot be read: {why(error)}") from error
         *whole, last = data.split(b"\n")
@@ -99,11 +101,13 @@ class LineFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 if file.tell() == self._size:  # otherwise another run has repaired it
-                    file.truncate(self._size - self._cut_off)
+                    if self._cut_off:
+                        file.truncate(self._size - self._cut_off)
                     file.write(self._between)
                 file.write(text.encode())
                 file.flush()
-                os.fsync(file.fileno())
+                if not self.path.is_char_device():  # a device refuses it
+                    os.fsync(file.fileno())
         except OSError as error:
             raise ConfigError(f"{str(self.path)!r} cannot be written: {why(error)}") from error
         self._size, self._cut_off, self._between = -1, 0, b""

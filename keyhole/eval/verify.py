@@ -370,13 +370,11 @@ _RECALL_LENGTHS = (512, 1024, 2048)
 _TEXTS, _QUERIES = 3, 24
 
 
-def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[RecallCell]]:
-    """The head stored with the model's weights, and its recall next to that of a window.
+def recall_texts(model: Model, corpus: Corpus) -> dict[int, list[RecallText]]:
+    """Texts to measure the recall of the model's head on, by length.
 
     ConfigError if all texts are too short.
     """
-    assert model.head is not None
-    head = RetrievalHead.from_pretrained(model.head, model.network).to(model.device, model.dtype)
     rng, texts = Random(0), {}
     for length in _RECALL_LENGTHS:
         if length <= model.max_length:
@@ -388,6 +386,15 @@ def check_head(model: Model, corpus: Corpus) -> tuple[RetrievalHead, list[Recall
             f"the texts of --data are shorter than {_RECALL_LENGTHS[0] // 2} tokens; give longer "
             "ones"
         )
+    return texts
+
+
+def check_head(
+    model: Model, texts: Mapping[int, list[RecallText]]
+) -> tuple[RetrievalHead, list[RecallCell]]:
+    """The head stored with the model's weights, and its recall next to that of a window."""
+    assert model.head is not None
+    head = RetrievalHead.from_pretrained(model.head, model.network).to(model.device, model.dtype)
     return head.eval(), measure_recall(model, {HEAD: head}, texts, RECALL_BUDGETS)
 
 

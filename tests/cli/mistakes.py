@@ -184,6 +184,10 @@ MISTAKES = [
     ("plan --total-memory 8GiB --preset papr", "unknown preset 'papr'; did you mean 'paper'?"),
     ("plan --total-memory 8GiB --policy detla", "unknown policy 'detla'; did you mean 'delta'?"),
     ("plan --total-memory 8GiB --policy quest:page=1", "unknown setting of policy quest 'page'"),
+    (
+        "plan --memory 1GiB --policy delta:token_budget=64 --token-budget 32",
+        "policy 'delta:token_budget=64' has a token_budget of its own; leave out --token-budget 32",
+    ),
     ("plan --total-memory 8GiB --plot plan", "--plot 'plan': a picture must end in .png, .svg,"),
     ("plan --total-memory 8GiB --plot nowhere/plan.png", "--plot 'nowhere/plan.png': there is no"),
     ("plan --total-memory 8GiB --dtype float", "unknown dtype 'float'; did you mean 'float32'?"),
@@ -239,6 +243,14 @@ MISTAKES = [
     (
         "train-head --block-size 8",
         "block_size 8 must be left out, or combined with --objective gate",
+    ),
+    (
+        "train-head --objective gate --inputs tokens",
+        "inputs 'tokens' must be left out, or combined with --objective attention or selection or",
+    ),
+    (
+        "train-head --objective gate --feature-layers 1",
+        "feature_layers (1,) must be left out, or combined with --objective attention or",
     ),
     (
         "train-head --inputs tokens --feature-layers 0,1",

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from keyhole.bench import decode, measure, model
+from keyhole.errors import ConfigError
+from keyhole.eval.line_file import LineFile
 from tests.cli.conftest import Run
 
 
@@ -61,6 +63,21 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     assert line["settings"]["layers"] == 2
     assert [r["system"] for r in line["results"]] == ["transformers_sdpa", "delta"] * 2
     assert "peak memory" in done.err  # tables, for those who wait
+
+
+def test_results_are_shown_although_the_disk_is_full(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --json a full disk cost all results: they were stored before they were printed."""
+    monkeypatch.setattr(LineFile, "add", _full)
+    monkeypatch.setattr(decode, "run", lambda *_: {"results": [], "read_bytes_per_s": 1e9})
+    done = run("bench", "decode", *SMALL, "--json", "--output", str(tmp_path / "x.jsonl"))
+    assert (done.status, done.err) == (2, "error: no room\n")
+    assert json.loads(done.out)["read_bytes_per_s"] == 1e9
+
+
+def _full(file: LineFile, line: object) -> None:
+    raise ConfigError("no room")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,13 @@ def test_a_file_of_its_kind_is_accepted(kind: OutputKind) -> None:
             path.write_bytes(content)
             terminal.check_outputs(Output("--output", path, kind))
             assert path.read_bytes() == content
+
+
+def test_a_pipe_is_refused_with_a_reason() -> None:
+    """It "cannot be written: None"."""
+    os.mkfifo("pipe")
+    with pytest.raises(ConfigError, match=r"'pipe' cannot be written: .*not seekable"):
+        terminal.check_outputs(Output("--output", "pipe", terminal.LINES))
 
 
 def test_what_is_written_is_of_its_kind() -> None:

@@ -110,7 +110,8 @@ def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a head and --weights, any --data was ignored, even a file that does not exist; with
-    a head, a wrong file was found after all checks, whose results were lost.
+    a head, a wrong file, or one of short texts, was found after all checks, whose results were
+    lost.
     """
 
     def verified(model: Model, length: int | None) -> None:
@@ -126,6 +127,11 @@ def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
     ran = run(*options)
     assert ran.status == 2
     assert "nowhere' cannot be read: No such file" in ran.err
+    data = tmp_path / "short.txt"
+    data.write_text("keys are many. " * 10)
+    ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
+    assert ran.status == 2
+    assert "the texts of --data are shorter than 256 tokens; give longer ones" in ran.err
 
 
 def test_what_packing_changes_is_reported(

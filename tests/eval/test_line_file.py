@@ -31,6 +31,26 @@ def test_lines_are_found_by_their_values_and_enough_samples(tmp_path: Path) -> N
         assert found.find({"task": "a", "new": None}, 1) is None
 
 
+def test_lines_can_go_to_a_device() -> None:
+    """`--output /dev/null`, for no file, cost the results: a device cannot be synced to disk."""
+    file = LineFile("/dev/null")
+    file.add(FIRST)
+    assert file.lines == [FIRST]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_device_without_an_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--output /dev/full`, to try a full disk, read zeros until the memory was full."""
+
+    def read(path: Path) -> bytes:
+        raise AssertionError(f"{path} would be read without an end")
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    file = LineFile("/dev/full")
+    with pytest.raises(ConfigError, match="'/dev/full' cannot be written: No space left on device"):
+        file.add(FIRST)
+
+
 @pytest.mark.parametrize("kept", [1, 20, -3, -1])
 def test_a_line_that_was_cut_off_is_taken_out(tmp_path: Path, kept: int) -> None:
     """A run that was killed while it wrote left half a line, and the next one glued its own to it.

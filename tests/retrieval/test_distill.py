@@ -82,6 +82,14 @@ def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Pa
     assert config.trained_length == 512  # of the head that it began with
 
 
+def test_a_head_to_start_from_keeps_its_inputs(network: Any, tmp_path: Path) -> None:
+    """`--inputs tokens` trained a head that reads features, and said nothing."""
+    RetrievalHead.random(network, inputs="tokens+features").save_pretrained(tmp_path)
+    config = TrainingConfig(objective="selection", start=str(tmp_path), inputs="tokens", length=64)
+    with pytest.raises(ConfigError, match=r"inputs 'tokens' must be tokens\+features, as in start"):
+        Distiller(network, Texts(), config)
+
+
 @pytest.mark.slow
 def test_a_choice_learns_to_change_less(network: Any, start: str) -> None:
     """The true choice, not the soft one of training, on texts that were not trained on."""

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from keyhole.config import bytes_text
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 
 if TYPE_CHECKING:
     from keyhole.engine.sequence import Piece, Result, Stats
@@ -328,7 +328,7 @@ def _check_output(flag: str, path: str | Path, kind: OutputKind) -> None:
         with place.open("r+b") as file:
             found = file.read(len(start)) if place.is_file() else b""
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{shown} cannot be written: {why(error)}") from error
     if not start.startswith(found):
         raise ConfigError(f"{shown} exists and is not {kind.name}; it was not changed")
     return None

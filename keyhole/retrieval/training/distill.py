@@ -135,8 +135,11 @@ def _settled(config: TrainingConfig, shape: Target, given: RetrievalHead | None)
     require(length <= shape.max_length, "length", length, f"at most {shape.max_length}")
     layers, inputs, factor = config.feature_layers, config.inputs, 0.6
     if given is not None:
-        inputs, own = given.config.inputs, given.config.feature_layers
+        read, own = given.config.inputs, given.config.feature_layers
+        good = inputs in (TrainingConfig.inputs, read)  # the default may not have been given
+        require(good, "inputs", inputs, f"{read}, as in start")
         require(layers in (None, own), "feature_layers", layers, f"{own}, as in start")
+        inputs = read
         layers, factor = own, 0.04
     elif config.objective == "attention" and inputs == "tokens":
         layers = ()

@@ -29,8 +29,14 @@ from keyhole.errors import ConfigError, why
 from keyhole.retrieval.config import INPUTS
 
 OBJECTIVES = ("attention", "selection", "eagle", "gate")
-#: Settings of one objective, which the others would ignore.
-_ONLY_FOR = {"unroll_steps": "eagle", "block_size": "gate"}
+_FOR_HEADS = tuple(name for name in OBJECTIVES if name != "gate")
+#: Settings of some objectives, which the others would ignore.
+_ONLY_FOR = {
+    "unroll_steps": ("eagle",),
+    "block_size": ("gate",),
+    "inputs": _FOR_HEADS,
+    "feature_layers": _FOR_HEADS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +97,11 @@ class TrainingConfig:
                 f"--start {self.start!r} requires --objective selection or eagle, not "
                 f"{self.objective!r}"
             )
-        for name, objective in _ONLY_FOR.items():
+        for name, objectives in _ONLY_FOR.items():
             value = getattr(self, name)
             usual = value == type(self).__dataclass_fields__[name].default
-            right = f"left out, or combined with --objective {objective}"
-            require(usual or self.objective == objective, name, value, right)
+            right = f"left out, or combined with --objective {' or '.join(objectives)}"
+            require(usual or self.objective in objectives, name, value, right)
         weight = self.attention_weight
         require(is_number(weight) and weight >= 0, "attention_weight", weight, "a number >= 0")
         if weight and (self.objective != "eagle" or self.inputs != "tokens+features"):
