@@ -107,6 +107,7 @@ def test_with_cached_prefixes() -> None:
     assert sequences[2].num_cached == LENGTHS[2] // PAGE * PAGE
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing() -> None:
     # The longest text has five pages; with seven, two of them cannot run at once.
     engine = engine_of("deepseek_v32")
