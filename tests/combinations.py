@@ -78,11 +78,11 @@ def cells() -> list[Cell]:
 
 def covering(chosen: Iterable[Cell]) -> list[Cell]:
     """Few of them that have every pair of values which stands in one of them."""
-    chosen, found = list(chosen), []
-    missing = {pair for cell in chosen for pair in _pairs(cell)}
+    pairs, found = {cell: _pairs(cell) for cell in chosen}, []
+    missing = set().union(*pairs.values())
     while missing:
-        best = max(chosen, key=lambda cell: len(missing & _pairs(cell)))
-        missing -= _pairs(best)
+        best = max(pairs, key=lambda cell: len(missing & pairs[cell]))
+        missing -= pairs[best]
         found.append(best)
     return found
 

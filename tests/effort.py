@@ -9,9 +9,9 @@ from hypothesis import settings
 #: Set by `make test-all` and `make coverage`.
 THOROUGH = "KEYHOLE_THOROUGH" in os.environ
 #: Of a property that does not say how many.
-MOST_EXAMPLES = 100 if THOROUGH else 40
+MOST_EXAMPLES = 100 if THOROUGH else 20
 
 
 def examples(count: int) -> settings:
-    """That many where there is time, else a fifth."""
-    return settings(max_examples=count if THOROUGH else max(5, count // 5))
+    """That many where there is time, else a tenth."""
+    return settings(max_examples=count if THOROUGH else max(5, count // 10))

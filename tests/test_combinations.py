@@ -23,7 +23,7 @@ def chosen() -> list[Cell]:
     return covering(cells())
 
 
-@pytest.mark.one_in(4 * PARTS)
+@pytest.mark.one_in(8 * PARTS)
 @pytest.mark.parametrize("policy", available_policies())
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_works_together(lab: Lab, chosen: list[Cell], policy: str, part: int) -> None:

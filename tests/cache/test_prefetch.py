@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from keyhole.cache.tiers import FileTier
 from keyhole.errors import CapacityError
 from keyhole.kernels import Selection
 from keyhole.planner import buffer_tokens
+from tests.effort import examples
 
 SIZE, BUDGET, ROWS, GROUP = 4, 10, 3, 2
 PLAIN = LayerLayout(num_kv_heads=2, key_dim=8, value_dim=6)
@@ -183,7 +184,7 @@ def draw_selection(data: st.DataObject, world: World, unit: int, heads: int) -> 
 
 
 @given(data=st.data(), dtype=st.sampled_from(tuple(TOLERANCE)))
-@settings(max_examples=60)
+@examples(120)
 def test_resident_rows_are_those_of_the_lower_tier(data: st.DataObject, dtype: torch.dtype) -> None:
     """Sequences come and leave, the cache grows and is cut, layers go down and up meanwhile.
 

@@ -36,6 +36,7 @@ __all__ = ["documents", "filled", "llm", "stored"]
 # What goes in.
 
 
+@pytest.mark.slow
 def test_a_file_is_a_document(documents: Documented, tmp_path: Path, llm: LLM) -> None:
     file = tmp_path / "faq.md"
     file.write_bytes(b"\xef\xbb\xbf" + FAQ.encode())  # with a byte order mark

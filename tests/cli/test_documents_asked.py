@@ -33,6 +33,7 @@ __all__ = ["documents", "filled", "llm", "stored"]
 BLOCKS = ("--reuse", "sam_kv:block_size=16")
 
 
+@pytest.mark.slow
 def test_an_answer_streams_and_its_counters_follow(stored: Documented, llm: LLM) -> None:
     options = (*BLOCKS, "--prefix", "Read: ", "--separator", "\n")
     ran = stored("ask", "Which lamp?", "--documents", "handbook", "faq", *options, *FEW)

@@ -69,15 +69,18 @@ NOT_RUN = {
     "docs/vllm.md": 4 * ["vLLM has an environment of its own: make test-vllm"],
     "docs/tutorials/first-run.md": ["takes a minute; tests/cli/test_demo.py runs it"],
 }
-#: Pages whose commands take more than two seconds together.
+#: Pages whose commands take more than two seconds together, or reach nothing that others do not.
 SLOW = (
     "docs/evaluation.md",
+    "docs/how-to/batch.md",
     "docs/how-to/calibrate.md",
     "docs/how-to/compare.md",
     "docs/how-to/long-prompts.md",
     "docs/how-to/measure.md",
+    "docs/how-to/offload.md",
     "docs/how-to/quantised-weights.md",
     "docs/how-to/verify.md",
+    "docs/samkv.md",
     "docs/server.md",
     "docs/tutorials/long-reasoning.md",
     "docs/tutorials/own-model.md",

@@ -56,11 +56,18 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def others() -> Iterator[list[Process]]:
-    processes = [Process(), Process()]
-    yield processes
-    for process in processes:
-        process.end()
+def other() -> Iterator[Process]:
+    """It takes seconds to start; most tests need no second one."""
+    process = Process()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def others(other: Process) -> Iterator[list[Process]]:
+    second = Process()
+    yield [other, second]
+    second.end()
 
 
 def text_of(seed: int) -> str:
@@ -89,9 +96,13 @@ def serve() -> None:
                 kept.append(DocumentStore(place, MODEL).open(words[0]))
                 print("held")
             case "begin":
-                staged = DocumentStore(place, MODEL)._catalogue.place.stage("records/x", [b"x"])
-                kept.append(staged)
-                print("begun")
+                child = os.fork()
+                if child == 0:
+                    begin_a_part(place)
+            case "end":
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                print("ended")
             case "die":
                 be_killed(place, Path(words[0]), int(words[1]))
                 print("survived")
@@ -112,6 +123,13 @@ def add_and_read(store: DocumentStore, me: str, first: int) -> str:
             if not is_right(store, name):
                 return f"{name} is wrong"
     return "well"
+
+
+def begin_a_part(place: str) -> None:
+    """Never ends what it begins, and waits to be killed."""
+    _staged = DocumentStore(place, MODEL)._catalogue.place.stage("records/x", [b"x"])
+    print("begun", flush=True)
+    signal.pause()
 
 
 def be_killed(place: str, log: Path, rounds: int) -> None:
@@ -164,11 +182,11 @@ def test_two_processes_add_and_read_at_once(others: list[Process], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_record_in_use_by_another_process_stays(others: list[Process], tmp_path: Path) -> None:
+def test_a_record_in_use_by_another_process_stays(other: Process, tmp_path: Path) -> None:
     store = DocumentStore(tmp_path, MODEL)
     size = store.add("held", text_of(0), make_record(0)).size_bytes
     store.add("free", text_of(1), make_record(1))
-    assert others[1].ask("hold", tmp_path, "held") == "held"
+    assert other.ask("hold", tmp_path, "held") == "held"
     small = DocumentStore(tmp_path, MODEL, limit_bytes=2 * size + size // 2)
     small.add("new", text_of(2), make_record(2))
     assert [info.name for info in small.list() if info.encoded] == ["held", "new"]
@@ -180,11 +198,11 @@ def test_a_record_in_use_by_another_process_stays(others: list[Process], tmp_pat
         small.open("held")
 
 
-def test_a_part_stays_as_long_as_its_writer_lives(others: list[Process], tmp_path: Path) -> None:
-    assert others[1].ask("begin", tmp_path) == "begun"
+def test_a_part_stays_as_long_as_its_writer_lives(other: Process, tmp_path: Path) -> None:
+    assert other.ask("begin", tmp_path) == "begun"
     DocumentStore(tmp_path, MODEL)
     assert len(list((tmp_path / "parts").iterdir())) == 1
-    others[1].end()
+    assert other.ask("end", tmp_path) == "ended"
     DocumentStore(tmp_path, MODEL)
     assert len(list((tmp_path / "parts").iterdir())) == 0
 
@@ -209,9 +227,9 @@ def test_a_file_that_goes_while_it_is_listed_is_left_out(
         assert list(place.files("records")) == ["b"]
 
 
-def test_being_killed_loses_nothing(others: list[Process], tmp_path: Path) -> None:
+def test_being_killed_loses_nothing(other: Process, tmp_path: Path) -> None:
     place, log = tmp_path / "place", tmp_path / "log"
-    assert others[0].ask("die", place, log, 15) == "survived"
+    assert other.ask("die", place, log, 15) == "survived"
     # What was done last, and all that was begun since: it may be there without having said so.
     possible: dict[str, set[int]] = {}
     done = set()

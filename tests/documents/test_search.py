@@ -10,13 +10,14 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import ConfigError
 from keyhole.documents.index import DocumentInfo, Index
 from keyhole.documents.search import BM25
 from keyhole.documents.source import SourceFile
+from tests.effort import examples
 
 TEXTS = {
     "fruit": "The pear and the apple are fruit; a pear is green.",
@@ -120,7 +121,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> BM25:
     return made
 
 
-@settings(max_examples=50, deadline=None)
+@examples(100)
 @given(query=st.text(max_size=40))
 def test_any_text_is_a_query(searched: BM25, query: str) -> None:
     assert {one.name for one in searched.search(query, 9)} <= TEXTS.keys()

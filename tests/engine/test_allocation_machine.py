@@ -118,7 +118,7 @@ class Machine(RequestsMachine):
 
 
 class TestFew(Machine.TestCase):
-    settings = settings(max_examples=6, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=4, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_what_a_policy_keeps_of_sequences_is_part_of_the_total(
     assert engine.cache.max_pages == plan.capacities[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_model_weighs_what_its_files_say(kind: str, tmp_path: Path) -> None:
     path = make_model(kind, tmp_path)

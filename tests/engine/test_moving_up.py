@@ -452,6 +452,7 @@ def test_between_coming_up_and_going_down_lie_many_steps() -> None:
             assert layers >= (plan.offloaded_for(pages) or 0)
 
 
+@pytest.mark.slow
 def test_a_text_at_the_threshold_moves_a_layer_once(model: Model, tmp_path: Path) -> None:
     """It outgrows the resident memory, and no layer becomes resident until a request has ended."""
     engine = small(model, tmp_path, pages=46)

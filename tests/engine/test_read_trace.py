@@ -120,6 +120,7 @@ def test_layers_with_a_window_of_their_own_read_it(tmp_path: Path) -> None:
             assert np.flatnonzero(share).tolist() == list(range(len(share) - 8, len(share)))
 
 
+@pytest.mark.slow
 def test_what_a_document_dropped_is_not_read(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path, tokenizer=True, num_hidden_layers=4, vocab_size=300)
     llm = LLM(path, documents=tmp_path / "documents")

@@ -66,6 +66,7 @@ def test_running_out_of_pages_changes_nothing(
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_sampled_tokens_survive_replay(checkpoint: Path) -> None:
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=4, ignore_eos=True)
     policy = Quest(token_budget=16)
@@ -87,6 +88,7 @@ def test_a_single_request_may_fill_the_whole_memory(checkpoint: Path) -> None:
         full.check_integrity()
 
 
+@pytest.mark.slow
 def test_sequences_never_exceed_the_batch(checkpoint: Path) -> None:
     small = engine(checkpoint, None, max_batch=2)
     for prompt in PROMPTS:
@@ -149,6 +151,7 @@ def test_running_out_of_memory_says_what_helps_and_loses_nothing(
     assert llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids == wanted
 
 
+@pytest.mark.slow
 def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(checkpoint: Path) -> None:
     """It finds the pages that it filled itself before; nothing of it was known when it came."""
     one, two = list(range(3, 53)), list(range(90, 40, -1))

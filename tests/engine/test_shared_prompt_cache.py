@@ -113,6 +113,7 @@ def test_no_more_is_kept_than_the_limit(models: dict[str, Model]) -> None:
     assert cached(serve(model, "quest", tight)) == (FULL_PAGES[0], 0, FULL_PAGES[2], 0)
 
 
+@pytest.mark.slow
 def test_pages_of_another_size_are_others(models: dict[str, Model]) -> None:
     model, copies = models["llama_group3"], SharedPromptCache(2**30)
     serve(model, "full", copies)
@@ -130,6 +131,7 @@ def test_a_new_purpose_forgets(models: dict[str, Model]) -> None:
     assert (len(copies), copies.used) == (0, 0)
 
 
+@pytest.mark.slow
 def test_pushed_out_and_let_in_again(models: dict[str, Model]) -> None:
     """Few pages: somebody gives his back, and takes the copy the next time, too."""
     model, copies = models["llama_group3"], SharedPromptCache(2**30)

@@ -62,6 +62,7 @@ def test_compare_policies(run: Run) -> None:
         assert share < 60
 
 
+@pytest.mark.slow
 def test_batch(run: Run) -> None:
     printed = run("batch").splitlines()
     assert [line.split()[1] for line in printed[:4]] == ["tokens:"] * 4
@@ -95,6 +96,7 @@ def test_beyond_memory(run: Run) -> None:
     assert int(found[2]) > 50
 
 
+@pytest.mark.slow
 def test_hugging_face(run: Run) -> None:
     printed = run("hugging_face")
     answers = re.findall(r"^expected: (.*)\nanswered: (.*)$", printed, re.MULTILINE)
@@ -104,6 +106,7 @@ def test_hugging_face(run: Run) -> None:
     assert 0 < share < 70
 
 
+@pytest.mark.slow
 def test_documents(run: Run) -> None:
     printed = run("documents")
     expected, answered = (

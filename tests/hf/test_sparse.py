@@ -166,6 +166,7 @@ def test_a_failed_forward_leaves_rows_that_go_on(network: Any) -> None:
     assert torch.allclose(got.logits, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sampling_draws_the_same_tokens(network: Any) -> None:
     options = {"do_sample": True, "temperature": 0.7, "top_k": 20, "num_return_sequences": 3}
     results = []
@@ -180,6 +181,7 @@ def test_sampling_draws_the_same_tokens(network: Any) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.slow
 def test_stopping_criteria_end_rows_and_finished_rows_wait(network: Any) -> None:
     inputs = prompts(12, 5)
     free = decode(network, inputs).sequences[0, 12:].tolist()
@@ -230,6 +232,7 @@ def test_a_prompt_in_chunks_is_the_same_prompt(network: Any, chunk: int) -> None
         assert_same(decode(network, inputs, prefill_chunk_size=chunk), expected)
 
 
+@pytest.mark.slow
 def test_without_use_cache_every_step_is_a_prompt(network: Any) -> None:
     expected = decode(network, prompts(12, 5), use_cache=False)
     with sparse(network, Quest(token_budget=16)) as run:

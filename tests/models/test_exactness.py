@@ -69,26 +69,26 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         assert (ours - theirs).abs().max() < TOLERANCE
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_alone(loaded: Model, texts: list, expected: list[Tensor]) -> None:
     one = engine(loaded, max_batch=1)
     assert_equal([run(one, [add(one, text)])[0] for text in texts], expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_in_a_ragged_batch(loaded: Model, texts: list, expected: list[Tensor]) -> None:
     many = engine(loaded)
     assert_equal(run(many, [add(many, text) for text in texts]), expected)
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
 def test_in_prompt_chunks(loaded: Model, texts: list, expected: list[Tensor], chunk: int) -> None:
     chunked = engine(loaded, prefill_chunk=chunk)
     assert_equal(run(chunked, [add(chunked, text) for text in texts]), expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_interleaved_with_others_that_come_and_go(
     loaded: Model, texts: list, expected: list[Tensor]
 ) -> None:
@@ -101,7 +101,7 @@ def test_interleaved_with_others_that_come_and_go(
     assert_equal(run(busy, sequences), expected)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_the_same_prompt_again_comes_from_the_prefix_cache(
     loaded: Model, texts: list, expected: list[Tensor]
 ) -> None:
@@ -113,7 +113,7 @@ def test_the_same_prompt_again_comes_from_the_prefix_cache(
     assert cached == [0, 32, 16, PAGE - 1, 2 * PAGE - 1]  # the last token is always computed
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_generated_tokens_equal_those_of_transformers(checkpoint: Path, texts: list) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     prompt = texts[1][0]

@@ -235,6 +235,7 @@ def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], k
     assert shape.weight_bytes == sum(p.nbytes for p in load(make(kind), "cpu").network.parameters())
 
 
+@pytest.mark.slow
 def test_its_words_are_read_too(make: Callable[[str], Path]) -> None:
     llm = LLM(make("F32"), device="cpu")
     ids = llm.tokenizer("the path", add_special_tokens=False).input_ids

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import CONFIG_MAPPING
@@ -22,6 +22,7 @@ from keyhole.models import checkpoint, families
 from keyhole.models.loading import adopt
 from keyhole.models.modules import indexed_attention, indexer
 from keyhole.models.shrink import build, random_model, shrink
+from tests.effort import examples
 from tests.engine.pair import Pair
 from tests.models import compared
 from tests.models.compared import Text, add, logits_of, random_texts, run
@@ -106,6 +107,7 @@ def test_with_cached_prefixes() -> None:
     assert sequences[2].num_cached == LENGTHS[2] // PAGE * PAGE
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing() -> None:
     # The longest text has five pages; with seven, two of them cannot run at once.
     engine = engine_of("deepseek_v32")
@@ -209,7 +211,7 @@ def test_a_users_network_keeps_its_classes() -> None:
     assert [type(module) for module in network.modules()] == classes
 
 
-@settings(max_examples=30, deadline=None)
+@examples(60)
 @given(
     rows=st.integers(1, 3),
     queries=st.integers(1, 4),

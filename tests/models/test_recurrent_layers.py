@@ -115,6 +115,7 @@ def test_generated_tokens_equal_those_of_transformers() -> None:
     assert ours.token_ids == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_several_completions_of_a_prompt() -> None:
     """The prompt is computed once, up to its last page, and none sees the state of another."""
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True, n=3)
@@ -178,7 +179,7 @@ def test_few_states_are_kept_and_the_oldest_goes_first() -> None:
     assert sequence.num_cached == 0
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delta", "quest", "clusterkv", "raas"])
 def test_policies_go_on_from_cached_prefixes(name: str, hybrid: Any) -> None:
     """Those that copy pages, those that keep data with them, and those that evict."""

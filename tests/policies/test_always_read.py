@@ -26,7 +26,7 @@ def made(name: str, sink: int, window: int, **settings: Any) -> Any:
     return make_policy(name, {**wanted, **settings})
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", PAGED + TOKENS)
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (1, 5), (5, 4), (8, 8)])
 def test_sinks_and_window_are_read_at_every_step(name: str, sink: int, window: int) -> None:

@@ -157,7 +157,7 @@ def test_with_recall_only_as_many_pages_as_hold_it(kind: str, recall: float, lea
     assert len(sizes) > 1
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("recall", [None, 0.7])
 @pytest.mark.parametrize(("sink", "pages", "recent"), [(3, 1, 1), (5, 2, 2), (8, 2, 3)])
 def test_first_pages_are_always_read_within_the_budget(

@@ -150,7 +150,7 @@ def test_kept_tokens_stay_those_after_the_prompt_through_preemption() -> None:
         assert (torch.stack(one.logits) - torch.stack(other.logits)).abs().max() < 1e-4
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -197,7 +197,7 @@ def test_offloading_is_refused_if_all_generated_tokens_are_kept() -> None:
         policy.offloadable(shape(9))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
 def test_sinks_and_window_are_within_the_budget(sink: int, window: int | None) -> None:
     model, network = twins("llama_group3")
@@ -206,6 +206,7 @@ def test_sinks_and_window_are_within_the_budget(sink: int, window: int | None) -
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_chosen_among() -> None:
     """Some are read after the window of an always-read tail has passed, and some are not."""
     model, _ = twins("llama_group3")

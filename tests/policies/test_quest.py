@@ -23,7 +23,7 @@ from tests.policies.recording import (
 )
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -82,7 +82,7 @@ def test_each_query_head_reads_the_pages_of_its_own_bound(
     assert check_against(choose, model, network, policy, PROMPTS)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(5, 6), (1, None), (0, 12)])
 def test_sinks_and_window_are_whole_pages_within_the_budget(

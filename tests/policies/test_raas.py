@@ -125,7 +125,7 @@ class Simulation:
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt beside", "prompt counted"])
 @pytest.mark.parametrize(
     ("kind", "fields", "alpha"),
@@ -249,6 +249,7 @@ def test_memory_of_a_long_generation_stays_bounded() -> None:
     assert engine.cache.available == engine.max_pages == 20
 
 
+@pytest.mark.slow
 def test_a_sequence_that_gives_way_evicts_again_what_it_had_evicted() -> None:
     """Its tokens would not fit into the cache all at once: nor need they when it comes back."""
     model, _ = twins("llama_group3", num_hidden_layers=2)

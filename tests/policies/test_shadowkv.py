@@ -210,6 +210,7 @@ def test_landmarks_are_those_found_from_scratch_at_every_step(dtype: str) -> Non
     check_under_pressure(model, policy, check_landmarks, tokens=16)
 
 
+@pytest.mark.slow
 def test_prompts_with_one_beginning_have_keys_of_low_rank_of_their_own() -> None:
     """The later ones take its pages from the first, while that one reads."""
     model, _ = twins("llama", num_hidden_layers=4)

@@ -206,6 +206,7 @@ def test_a_model_without_a_head_is_refused_with_what_helps(tmp_path: Path) -> No
         LLM(path, policy=SpeContext(head=str(tmp_path / "elsewhere")))
 
 
+@pytest.mark.slow
 def test_a_head_is_found_where_the_policy_says(tmp_path: Path) -> None:
     model = with_head(make_model("llama", tmp_path, **FIELDS))
     assert model.head is not None

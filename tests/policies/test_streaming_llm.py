@@ -12,7 +12,7 @@ from tests.policies.models import PROMPTS, twins
 from tests.policies.recording import check_against, make_engine
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("budget", "sinks"), [(5, 4), (12, 4), (12, 0), (16, 1), (40, 9)])
 def test_a_whole_model_reads_sinks_and_the_newest(budget: int, sinks: int) -> None:
     def choose(layer: int, query: Array, keys: Array, options: dict[str, Any]) -> Choice:

@@ -84,7 +84,7 @@ def test_a_whole_model_reads_the_tokens_of_the_selection_layer_before(
     assert policy.resolve(model.geometry(PAGE)).selection_layers == selecting
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("full", "selecting", "budget"),
     [((), (0, 3), 5), ((0, 1, 5), (2,), 1), ((0, 6), (4, 2), 16), ((), (7,), 4)],
@@ -100,7 +100,7 @@ def test_any_layers_and_any_budget(
     assert bool(narrow) == (selecting != (7,))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -120,7 +120,7 @@ def test_each_query_head_reads_its_own_tokens(kind: str, fields: dict[str, Any])
     assert check_against(formula({0, 1}, {2, 4}, 9, share=False), model, network, policy, PROMPTS)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("sink", "window"), [(3, None), (0, 5), (2, 9)])
 def test_sinks_and_window_are_within_the_budget(share: bool, sink: int, window: int | None) -> None:

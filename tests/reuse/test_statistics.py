@@ -237,6 +237,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_no_map_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(block_statistics._MOST_WEIGHTS, "cpu", 1 << 12)
     n = 512

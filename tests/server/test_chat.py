@@ -79,7 +79,7 @@ def check_call(call: Any, name: str) -> None:
     assert isinstance(said["warm"], bool)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tool_that_must_be_called_is_called(
     client: openai.OpenAI, template: Any, form: str
@@ -106,7 +106,7 @@ def test_one_of_several_tools_is_called_when_required(
     check_call(call, call.function.name)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -235,6 +235,7 @@ def test_an_answer_is_json_of_its_schema(client: openai.OpenAI) -> None:
     assert reason == "stop"
 
 
+@pytest.mark.slow
 def test_any_json_object_is_one(client: openai.OpenAI) -> None:
     wanted: Any = {"type": "json_object"}
     for seed in range(20):

@@ -127,7 +127,7 @@ def test_steps_between_units_change_nothing(
         assert found.stats().store_bytes_read == wanted.stats().store_bytes_read
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("case", EVERY_CASE)
 @pytest.mark.parametrize("size", [8, 24, 64])
 def test_short_forwards_compute_what_long_ones_compute(

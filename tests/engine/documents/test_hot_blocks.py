@@ -43,6 +43,7 @@ def engine(places: tuple[Path, Path], most: int | None, host: int | None = None)
     )
 
 
+@pytest.mark.slow
 def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path: Path) -> None:
     """They were held beside `memory`, so that an engine took more than it was given."""
     model, store = places
@@ -102,6 +103,7 @@ def test_answers_are_bitwise_those_without_a_cache(
     assert read == 0 if most > 3000 else read > 0
 
 
+@pytest.mark.slow
 def test_a_replaced_document_is_read_again(places: tuple[Path, Path]) -> None:
     llm = engine(places, 1 << 20)
     llm.documents.add("new", {"prompt_token_ids": tokens(40, 5)}, block_size=BLOCK)

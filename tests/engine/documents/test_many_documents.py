@@ -122,6 +122,7 @@ def test_the_number_is_at_least_one(llm: LLM) -> None:
     assert FullReuse().document_limit is None
 
 
+@pytest.mark.slow
 def test_documents_without_middle_blocks_are_computed_like_any_prompt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

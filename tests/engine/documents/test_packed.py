@@ -116,7 +116,7 @@ def held_and_kept(llm: LLM, sequence: Sequence) -> tuple[int, int]:
     return held, kept
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "delta", "omnikv", "tidal_decode", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 16, 32])
 def test_a_question_holds_what_its_layers_keep(
@@ -136,7 +136,7 @@ def test_a_question_holds_what_its_layers_keep(
         finish(llm, sequence)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "quest", "delta", "spe_context"])
 @pytest.mark.parametrize("layers", [6, 32])
 def test_filling_holds_little_more_than_what_is_kept(
@@ -174,7 +174,7 @@ def dense(folder: Path) -> torch.Tensor:
         return finish(llm, begin(llm, stack))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_policy_reads_packed_tokens(name: str, folder: Path, dense: torch.Tensor) -> None:
     """With a budget above the length the answer is the dense one; with a small one it runs."""
@@ -445,6 +445,7 @@ def test_a_trace_has_positions(folder: Path) -> None:
             np.testing.assert_array_equal(reads.shares(layer), wanted)
 
 
+@pytest.mark.slow
 def test_a_window_counts_kept_tokens(folder: Path) -> None:
     """Sinks and recent tokens are the first and last ones that a layer keeps."""
     policy = make_policy("streaming_llm", {"token_budget": 40, "sink_size": 3})

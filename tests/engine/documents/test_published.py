@@ -49,7 +49,7 @@ def deviations(model: Any, layer: int) -> dict[str, Tensor]:
     return {"value": value, "key": key, "both": key + value}
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deviation", ["value", "key", "both"])
 @pytest.mark.parametrize("layer", [None, 2])

@@ -142,7 +142,7 @@ class DraftModelMachine(Machine):
 
 
 class TestFewWithADraftModel(DraftModelMachine.TestCase):
-    settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=2, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow

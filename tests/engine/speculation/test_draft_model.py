@@ -79,6 +79,7 @@ def test_tokens_and_logits_are_those_without_a_draft(model: Model, policy: Polic
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_always_right_saves_steps(model: Model) -> None:
     wanted = served(make_engine(model, Full()))
     engine = drafted(model)

@@ -154,7 +154,7 @@ def test_rows_that_share_a_step_select_differently(model: Model) -> None:
         assert len({frozenset(tokens) for tokens in older}) > 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [44, 200])
 def test_sequences_within_the_budget_are_read_in_full(model: Model, budget: int) -> None:
     """Beside longer ones, too."""

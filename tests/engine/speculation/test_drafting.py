@@ -227,6 +227,7 @@ def test_the_prefix_cache_has_accepted_tokens_only(model: Model) -> None:
     assert_same(*again)
 
 
+@pytest.mark.slow
 def test_a_page_of_several_rows_is_listed_with_all_of_its_tokens(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_an_aborted_request_frees_the_pages_of_its_draft(model: Model) -> None:
     assert sequence.finish_reason == "abort"
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_pages_that_the_next_one_uses(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ from keyhole import kernels
 from keyhole.kernels import BlockWeight
 from keyhole.models.weights.blocks import FORMATS
 from keyhole.models.weights.packing import BlockEmbedding, BlockLinear, replace_weight
+from tests.effort import examples
 from tests.models.test_gguf import DRAWN, drawn
 
 
@@ -37,7 +38,7 @@ def numbers_of(kind: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@settings(max_examples=20, deadline=None)
+@examples(50)
 @given(
     num_rows=st.sampled_from([1, 15, 16, 17, 40]),
     num_blocks=st.integers(1, 5),

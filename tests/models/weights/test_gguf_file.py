@@ -213,11 +213,13 @@ def test_rows_that_are_no_whole_blocks_are_numbers(make: Callable[..., Path]) ->
     assert torch.equal(ours.down_proj.weight, theirs.down_proj.weight)
 
 
+@pytest.mark.slow
 def test_other_formats_are_dequantised(make: Callable[..., Path]) -> None:
     network = load(make("F16"), "cpu").network
     assert not [x for x in network.modules() if isinstance(x, BlockLinear)]
 
 
+@pytest.mark.slow
 def test_packing_starts_from_the_numbers(make: Callable[..., Path]) -> None:
     model = load(make("Q8_0"), "cpu", weights="int4")
     assert model.weights == "int4"

@@ -37,7 +37,7 @@ def network(family: str) -> Any:
         return random_model(config)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bloom", "mpt", "lfm2"])
 def test_alibi_and_recurrent_layers(family: str) -> None:
     def logits(text: str | None) -> tuple[Tensor, float | None]:
@@ -69,6 +69,7 @@ def llama() -> Model:
     return twins("llama")[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("text", [EVERYTHING, HALF])
 def test_offloaded_layers_read_the_same_blocks(llama: Model, tmp_path: Path, text: str) -> None:
     quest = make_policy("quest", {"token_budget": 16})
@@ -86,6 +87,7 @@ def test_offloaded_layers_read_the_same_blocks(llama: Model, tmp_path: Path, tex
     assert len(shares) == 1
 
 
+@pytest.mark.slow
 def test_proposed_tokens_are_checked_against_the_same_prompt(llama: Model) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"page_size": 4, "memory": "16MiB", "prefill_chunk": CHUNK}
@@ -110,6 +112,7 @@ def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None
     assert (torch.stack(again.logits)[1:] - torch.stack(first.logits)[1:]).abs().max() < 1.0
 
 
+@pytest.mark.slow
 def test_a_preempted_request_computes_its_prompt_again(llama: Model) -> None:
     probe = make_engine(llama, make_policy(None))
     settings: dict[str, Any] = {"prefill_chunk": CHUNK, "prefix_cache": False}
