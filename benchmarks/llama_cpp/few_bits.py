@@ -26,6 +26,7 @@ from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import KeyholeSystem, Pages
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
+from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.weights.packing import pack_weights
 from keyhole.models.weights.weight_format import weight_format
 from keyhole.retrieval.head import RetrievalHead
@@ -78,6 +79,7 @@ def _packed(weights: Weights, form: str) -> Model:
     assert wanted is not None
     pack_weights(network, wanted, weights.keyhole.name)
     speed_up(network, weights.keyhole.device)
+    fuse_layers(network, weights.keyhole.device)
     return replace(weights.keyhole, network=network, weights=form)
 
 
