@@ -9,7 +9,7 @@ namespace keyhole {
 // A linear layer's weight, plain or in few bits, and its bias.
 struct Weight {
     int64_t O;
-    const void* plain;  // [O, I], or null
+    const void* plain;  // [O, I], where `packed` has 0 bits
     Packed packed;
     BlockScales blocks;
     const void* bias;  // [O], or null
@@ -28,7 +28,6 @@ inline int64_t itemsize(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 constexpr int kWeights = 4;  // of one input, at most
 
 inline bool alike(const Weight& a, const Weight& b) {
-    if (a.plain || b.plain) return a.plain && b.plain;
     return a.packed.bits == b.packed.bits && a.packed.group == b.packed.group &&
            !a.blocks.of_blocks == !b.blocks.of_blocks;
 }
@@ -36,7 +35,7 @@ inline bool alike(const Weight& a, const Weight& b) {
 // The products of `n` weights of one format, in one go.
 inline void multiply_alike(const Path& path, const Rows& a, const Weight* weights, int n,
                            void* const* outs) {
-    if (weights->plain) {
+    if (!weights->packed.bits) {
         Linear layers[kWeights];
         for (int i = n; i--;)
             layers[i] = {a.dtype, a.T, a.I, weights[i].O, a.x, a.stride, weights[i].plain,

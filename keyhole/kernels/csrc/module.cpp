@@ -265,7 +265,7 @@ using WeightData = std::tuple<int64_t, int64_t, int64_t, Address, Address, Addre
 Weight weight(const WeightData& data) {
     const auto [O, bits, group, numbers, scales, minimums, blocks, bias] = data;
     const auto [of_blocks, of_groups, minimums_of_groups] = blocks;
-    return {O, bits ? nullptr : at<void>(numbers), packed(bits, group, numbers, scales, minimums),
+    return {O, at<void>(numbers), packed(bits, group, numbers, scales, minimums),
             {at<void>(of_blocks), at<void>(of_groups), minimums_of_groups}, at<void>(bias)};
 }
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,8 @@ _ON_CPU = frozenset({1, 2, 4, 8})
 #: memory as in a step.
 _TIMED_LAYERS = 8
 _ROUNDS, _REPLAYS = 9, 5
+#: Of the members of a module; quantisers have mappings of their own.
+_VALUES = operator.methodcaller("values")
 #: The share of transformers' time below which fused layers are used, so that noise does not choose.
 _CLEARLY = 0.97
 #: float32 rounding of a small layer.
@@ -102,7 +105,7 @@ class Operands:
 
     def _see(self) -> list[Any]:
         """Modules, weights and classes, and how many attributes there are: `forward` may be one."""
-        members = itertools.chain.from_iterable(map(dict.values, self._members))
+        members = itertools.chain.from_iterable(map(_VALUES, self._members))
         return [*map(id, members), *map(type, self._modules), *map(len, self._attributes)]
 
 
@@ -138,7 +141,8 @@ def fusible(network: Any) -> list[Any]:
     known: dict[Any, bool] = {}
     found = []
     for index, layer in enumerate(getattr(network.base_model, "layers", ())):
-        kind = *_parts(layer), *_settings(layer)
+        classes = ((name, type(part)) for name, part in layer.named_modules())
+        kind = *classes, *_settings(layer)
         if kind not in known:
             known[kind] = is_known(layer, network.config, index)
         if known[kind] and _is_plain(layer):
