@@ -32,36 +32,94 @@ static inline void for_each_piece(const Layer& a, const Pieces& pieces, const Wo
     });
 }
 
+// Keeps the inputs of H tokens, one step of each after another: a product reads them in order, and
+// not from as many rows, which are a power of two apart and fall into the same few cache lines.
 template <class T>
-static void linear(const Linear& a) {
-    using P = Product<T>;
-    using Query = typename P::Query;
-    const int64_t stride = rounded_up(a.I, P::step);
-    auto* rows = static_cast<Query*>(workspace(1, a.T * stride * sizeof(Query)));
-    for (int64_t t = 0; t < a.T; t++)
-        keep_query(static_cast<const T*>(a.x) + t * a.x_stride, a.I, rows + t * stride);
-    const auto rows_from = [&](const Linear& part, int64_t first, const T* (&to)[kTile]) {
-        for (int64_t o = first; o < first + kTile; o++)
-            to[o - first] = static_cast<const T*>(part.weight) + (o < part.O ? o : first) * a.I;
+static inline void interleave(const T* x, int64_t x_stride, int64_t I, int64_t H,
+                              typename Product<T>::Query* to) {
+    constexpr int64_t step = Product<T>::step;
+    const auto keep = [&](int64_t d, int64_t count) {
+        for (int64_t h = 0; h < H; h++, to += step) keep_query(x + h * x_stride + d, count, to);
     };
-    const auto compute = [&](const Linear& part, int64_t first, bool ahead) {
-        const int64_t count = part.O - first < kTile ? part.O - first : kTile;
-        const T *weights[kTile], *next[kTile];
-        rows_from(part, first, weights);
-        if (ahead) rows_from(part, first + kTile, next);
-        for (int64_t t = 0; t < a.T;) {
-            float sums[5 * kTile];
-            const int64_t H = a.T - t <= 5 ? a.T - t : 4;
-            score_all<T>(rows + t * stride, stride, H, weights, a.I, sums,
-                         ahead && t == 0 ? next : nullptr);
-            for (int64_t h = 0; h < H; h++, t++)
-                finish_outputs(sums + h * kTile, count, static_cast<const T*>(part.bias), first,
-                               static_cast<T*>(part.out) + t * part.O);
+    int64_t d = 0;
+    for (; d + step <= I; d += step) keep(d, step);
+    if (d < I) keep(d, I - d);
+}
+
+// Products of H tokens and N rows, out[h][n] in rows of kTile. ahead: prefetch the next N rows. Never
+// inlined: beside others its sums would not stay in registers.
+template <class T, int H, int N>
+[[gnu::noinline]] static void multiply_rows(const typename Product<T>::Query* x,
+                                            const T* const* rows, int64_t I, bool ahead,
+                                            float* out) {
+    using P = Product<T>;
+    constexpr int W = Vector::width, line = Ahead<T>::line, count = (N * H + W - 1) / W * W;
+    Vector sum[count];
+    for (auto& s : sum) s = broadcast(0.0f);
+    const T* row[N];
+    for (int j = 0; j < N; j++) row[j] = rows[j];
+    const auto add = [&](const auto& key) {
+        typename P::Key k[N];
+        for (int j = 0; j < N; j++) k[j] = key(row[j]);
+        for (int h = 0; h < H; h++, x += P::step) {
+            const auto numbers = in_register(P::numbers(x));
+            for (int j = 0; j < N; j++) sum[h * N + j] = P::add(sum[h * N + j], numbers, k[j]);
         }
     };
-    // For one token, and in long rows, the processor notices by itself what comes next
-    // (benchmarks/LOG.md). Not measured with AVX-512.
-    const bool ahead = a.T > 1 && a.I <= 4096 && Vector::width == 8;
+    const T* soon = rows[0] + N * I;
+    int64_t d = 0;
+    for (; d + line <= I; d += line) {
+        for (int j = 0; ahead && j < N; j++, soon += line) ask(soon);
+        for (int i = 0; i < line; i += P::step) add([&](const T* p) { return P::key(p + d + i); });
+    }
+    for (; d + P::step <= I; d += P::step) add([&](const T* p) { return P::key(p + d); });
+    if (d < I) add([&](const T* p) { return P::key(p + d, static_cast<int>(I - d)); });
+    float all[count];
+    for (int i = 0; i < count; i += W) store(all + i, sums(sum + i));
+    for (int h = 0; h < H; h++)
+        for (int j = 0; j < N; j++) out[h * kTile + j] = all[h * N + j];
+}
+
+constexpr int kAtOnce = 6;  // tokens whose sums stay in registers
+
+// Products of H tokens and a tile of rows, [H][kTile].
+template <class T, int H = kAtOnce>
+static inline void multiply_tile(int64_t tokens, const typename Product<T>::Query* x,
+                                 const T* const* rows, int64_t I, bool ahead, float* out) {
+    if constexpr (H > 1)
+        if (tokens < H) return multiply_tile<T, H - 1>(tokens, x, rows, I, ahead, out);
+    constexpr int N = Vector::width / (H < 3 ? H : 4);
+    for (int t = 0; t < kTile; t += N)
+        multiply_rows<T, H, N>(x, rows + t, I, ahead, out + t);
+}
+
+template <class T>
+static void linear(const Linear& a) {
+    using Query = typename Product<T>::Query;
+    const int64_t stride = rounded_up(a.I, Product<T>::step);
+    const int64_t groups = (a.T + kAtOnce - 1) / kAtOnce;
+    const auto first_of = [&](int64_t group) { return group * a.T / groups; };
+    auto* inputs = static_cast<Query*>(workspace(1, a.T * stride * sizeof(Query)));
+    for (int64_t g = 0; g < groups; g++)
+        interleave(static_cast<const T*>(a.x) + first_of(g) * a.x_stride, a.x_stride, a.I,
+                   first_of(g + 1) - first_of(g), inputs + first_of(g) * stride);
+    // For one token the processor notices by itself what comes next (benchmarks/LOG.md). Not measured
+    // with AVX-512.
+    const bool ahead = a.T > 1 && Vector::width == 8;
+    const auto compute = [&](const Linear& part, int64_t first) {
+        const int64_t count = lesser(part.O - first, kTile);
+        const T* rows[kTile];
+        for (int64_t o = 0; o < kTile; o++)
+            rows[o] = static_cast<const T*>(part.weight) + (first + (o < count ? o : 0)) * a.I;
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t t = first_of(g), tokens = first_of(g + 1) - t;
+            float sums[kAtOnce * kTile];
+            multiply_tile<T>(tokens, inputs + t * stride, rows, a.I, ahead && g == 0, sums);
+            for (int64_t h = 0; h < tokens; h++)
+                finish_outputs(sums + h * kTile, count, static_cast<const T*>(part.bias), first,
+                               static_cast<T*>(part.out) + (t + h) * part.O);
+        }
+    };
     const int64_t threads = omp_get_max_threads();
     const auto blocks = [&](const Linear& part) { return (part.O + kTile - 1) / kTile; };
     const auto piece = [&](const Linear& part) -> int64_t {  // enough of them for all threads
@@ -72,345 +130,7 @@ static void linear(const Linear& a) {
         return (blocks(part) + piece(part) - 1) / piece(part);
     };
     for_each_piece(a, pieces, [&](const Linear& part, int64_t at) {
-        const int64_t n = piece(part), end = blocks(part) < (at + 1) * n ? blocks(part) : (at + 1) * n;
-        for (int64_t i = at * n; i < end; i++) compute(part, i * kTile, ahead && i + 1 < end);
-    });
-}
-
-// The same with packed weights. A group's codes are multiplied and summed as they are, its scale is
-// applied to the sum. The minimums meet the sums of the inputs of each group, which all rows share.
-
-static inline float sum_of(Vector a) { return total(a); }  // where `total` is a variable
-
-constexpr int64_t kBlock = 64;  // weights whose codes are stored together: see `Packed`
-
-// Weights that `codes_at` reads from one place of a block, from weight `at` on.
-template <int bits>
-constexpr int64_t kSpan = bits == 6 ? kBlock / 4 : kBlock / 2;
-
-// Codes of weights at + j, at + j + 1, ... of a block, as keys of a product; j < kSpan.
-template <class P, int bits, int at>
-static inline typename P::Key codes_at(const uint8_t* block, int64_t j) {
-    constexpr int half = kBlock / 2;
-    if constexpr (bits == 8) return P::template code<whole_byte>(block + at + j);
-    else if constexpr (bits == 4)
-        return P::template code<at < half ? lower_half : upper_half>(block + at % half + j);
-    else return P::template six_bits<at / kSpan<6>>(block + at % half + j, block + half + j);
-}
-
-static inline float number(const float* p) { return *p; }
-static inline float number(const bfloat16* p) {
-    const uint32_t bits = (uint32_t)p->bits << 16;
-    float r;
-    memcpy(&r, &bits, 4);
-    return r;
-}
-static inline float number(const float16* p) {
-#if defined(__F16C__)
-    return _cvtsh_ss(p->bits);
-#else
-    return widened(*p);
-#endif
-}
-
-// How codes and inputs of T are multiplied: as floats, or in another way of a processor path.
-template <class T>
-struct CodeProduct : Product<T> {
-    using Sum = Vector;
-    static constexpr bool scaled = false;  // the inputs of each group have a scale
-    template <int quarter>  // as floats, for T = float
-    static Vector six_bits(const uint8_t* low, const uint8_t* high) {
-        return six_bit_codes<quarter>(low, high);
-    }
-};
-
-// Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
-template <class T>
-struct Inputs {
-    const typename CodeProduct<T>::Query* rows;
-    int64_t stride;
-    const float *sums, *scales;
-    int64_t groups_stride;
-};
-
-// Scales and minimums of the groups of rows, one row after another: as they are stored, or floats.
-template <class S>
-struct GroupScales {
-    const S *scales, *minimums;
-};
-
-// to[i] = by * from[i]; a function, as `__restrict` lets it use vectors.
-template <int n, class Number>
-static inline void times(const Number* __restrict from, float by, float* __restrict to) {
-    for (int i = 0; i < n; i++) to[i] = by * from[i];
-}
-
-// Makes floats of a row's scales of blocks.
-static inline void expand_scales(const PackedLinear& a, int64_t row, float* scales,
-                                 float* minimums) {
-    constexpr int W = Vector::width;
-    const int64_t groups = a.I / a.weight.group, blocks = a.I / 256;
-    const float lowest = -static_cast<float>(1 << (a.weight.bits - 1));
-    const auto* half = static_cast<const float16*>(a.blocks.of_blocks);
-    if (!a.blocks.of_groups) {
-        half += row * groups;
-        for (int64_t g = 0; g < groups; g += W) {
-            const int n = static_cast<int>(groups - g < W ? groups - g : W);
-            const Vector scale = n == W ? load(half + g) : load(half + g, n);
-            store(scales + g, scale, n);
-            store(minimums + g, scale * broadcast(lowest), n);
-        }
-    } else if (a.blocks.minimums) {  // eight groups of 32 weights
-        const auto* of_groups = static_cast<const uint8_t*>(a.blocks.of_groups) + 2 * row * groups;
-        half += 2 * row * blocks;
-        for (int64_t i = 0; i < blocks; i++, of_groups += 8) {
-            times<8>(of_groups, number(half + 2 * i), scales + 8 * i);
-            times<8>(of_groups + groups, -number(half + 2 * i + 1), minimums + 8 * i);
-        }
-    } else {  // sixteen of 16
-        const auto* of_groups = static_cast<const int8_t*>(a.blocks.of_groups) + row * groups;
-        half += row * blocks;
-        for (int64_t i = 0; i < blocks; i++, of_groups += 16) {
-            times<16>(of_groups, number(half + i), scales + 16 * i);
-            times<16>(scales + 16 * i, lowest, minimums + 16 * i);
-        }
-    }
-}
-
-[[gnu::always_inline]] static inline void ask_for(const uint8_t* p) {
-    if (ask_second_level) __builtin_prefetch(p, 0, 2);
-    else __builtin_prefetch(p);
-}
-
-// Adds the products of a span of weights of R rows to the sums of H tokens. x: their inputs.
-template <class P, int bits, int at, int R, int H>
-[[gnu::always_inline]] static inline void add_span(const uint8_t* block, int64_t row_bytes,
-                                                   const typename P::Query* x, int64_t stride,
-                                                   typename P::Sum (&part)[R][H]) {
-    for (int64_t j = 0; j < kSpan<bits>; j += P::step)
-        for (int r = 0; r < R; r++) {
-            const auto key = codes_at<P, bits, at>(block + r * row_bytes, j);
-            for (int h = 0; h < H; h++)
-                part[r][h] = P::add(part[r][h], x + h * stride + at + j, key);
-        }
-}
-
-// The scales of `count` rows; those of blocks become floats.
-template <class S>
-static inline GroupScales<S> scales_from(const PackedLinear& a, int64_t first, int64_t count) {
-    const int64_t groups = a.I / a.weight.group;
-    if constexpr (sizeof(S) == sizeof(float)) {
-        if (a.blocks.of_blocks) {
-            auto* const room = static_cast<float*>(
-                workspace(2, 2 * kTile * groups * static_cast<int64_t>(sizeof(float))));
-            for (int64_t r = 0; r < count; r++)
-                expand_scales(a, first + r, room + r * groups, room + (kTile + r) * groups);
-            return {room, room + kTile * groups};
-        }
-    }
-    return {static_cast<const S*>(a.weight.scales) + first * groups,
-            static_cast<const S*>(a.weight.minimums) + first * groups};
-}
-
-// R outputs of H tokens: out[h][r], of rows of kTile. ahead: prefetch the rows that come next.
-template <class T, class S, int bits, int H, int R>
-static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by,
-                               int64_t row, bool ahead, float* out) {
-    using P = CodeProduct<T>;
-    constexpr int W = Vector::width;
-    const int64_t groups = a.I / a.weight.group, row_bytes = a.I * bits / 8;
-    const uint8_t* from = a.weight.codes + row * row_bytes;
-    Vector total[R][H];
-    Vector part[R][H];
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) total[r][h] = part[r][h] = broadcast(0.0f);
-    for (int64_t g = 0; g < groups; g += W) {
-        const int n = static_cast<int>(groups - g < W ? groups - g : W);
-        for (int r = 0; r < R; r++) {
-            const S* p = by.minimums + r * groups + g;
-            const Vector m = n == W ? load(p) : load(p, n);
-            for (int h = 0; h < H; h++)
-                total[r][h] = fma(m, load(in.sums + h * in.groups_stride + g), total[r][h]);
-        }
-    }
-    int64_t g = 0;
-    const auto end_group = [&]() {
-        for (int r = 0; r < R; r++) {
-            const Vector scale = broadcast(number(by.scales + r * groups + g));
-            for (int h = 0; h < H; h++) {
-                total[r][h] = fma(part[r][h], scale, total[r][h]);
-                part[r][h] = broadcast(0.0f);
-            }
-        }
-        g++;
-    };
-    // Rows are a kilobyte or two, too short for the processor to notice streams: the rows that come
-    // next are asked for a line at a time.
-    constexpr int line_inputs = bits == 4 ? 2 * kBlock : kBlock;
-    const int64_t within = a.weight.group - 1;
-    for (int64_t i = 0; i < a.I; i += kBlock) {
-        const auto* x = in.rows + i;
-        const uint8_t* p = from + i * bits / 8;
-        if (ahead && i % line_inputs == 0)
-            for (int r = 0; r < R; r++) ask_for(p + (R + r) * row_bytes);
-        add_span<P, bits, 0>(p, row_bytes, x, in.stride, part);
-        if constexpr (bits == 6) {
-            if (a.weight.group == 16) end_group();
-            add_span<P, bits, 16>(p, row_bytes, x, in.stride, part);
-        }
-        if (a.weight.group <= 32) end_group();
-        add_span<P, bits, 32>(p, row_bytes, x, in.stride, part);
-        if constexpr (bits == 6) {
-            if (a.weight.group == 16) end_group();
-            add_span<P, bits, 48>(p, row_bytes, x, in.stride, part);
-        }
-        if (((i + kBlock) & within) == 0) end_group();
-    }
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) out[h * kTile + r] = sum_of(total[r][h]);
-}
-
-// `count` outputs of H tokens; by: the scales of these rows.
-template <class T, class S, int bits, int H>
-static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, GroupScales<S> by,
-                               int64_t first, int64_t count, bool ahead, float* out) {
-    const auto from = [&](int64_t r) {
-        const int64_t at = r * (a.I / a.weight.group);
-        return GroupScales<S>{by.scales + at, by.minimums + at};
-    };
-    if constexpr (CodeProduct<T>::scaled) {
-        for (int64_t r = 0; r < count; r++)
-            CodeProduct<T>::template row<S, bits, H>(a, in, from(r), first + r, ahead, out + r);
-    } else {
-        constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
-        constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
-        int64_t r = 0;
-        for (; r + R <= count; r += R)
-            packed_rows<T, S, bits, H, R>(a, in, from(r), first + r, ahead, out + r);
-        for (; r < count; r++)
-            packed_rows<T, S, bits, H, 1>(a, in, from(r), first + r, ahead, out + r);
-    }
-}
-
-// Keeps a token's inputs for products, and the sum and scale of each group.
-template <class T>
-static inline void keep_inputs(const T* x, int64_t I, int64_t group,
-                               typename CodeProduct<T>::Query* row, float* sums, float* scales) {
-    using P = CodeProduct<T>;
-    if constexpr (P::scaled) {
-        for (int64_t g = 0; g < I / group; g++)
-            P::keep_group(x + g * group, group, row + g * group, sums[g], scales[g]);
-    } else {
-        keep_query(x, I, row);
-        for (int64_t g = 0; g < I / group; g++) {
-            Vector sum = broadcast(0.0f);
-            for (int64_t i = 0; i < group; i += Vector::width)
-                sum = sum + load(row + g * group + i);
-            sums[g] = total(sum);
-        }
-    }
-}
-
-// S: of the scales.
-template <class T, class S, int bits>
-static void packed_linear_in(const PackedLinear& a) {
-    using P = CodeProduct<T>;
-    using Query = typename P::Query;
-    constexpr int W = Vector::width, most = W / 2;
-    const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
-    const int64_t groups_stride = rounded_up(groups, W);
-    auto* sums = static_cast<float*>(
-        workspace(1, a.T * (2 * groups_stride * sizeof(float) + stride * sizeof(Query))));
-    auto* scales = sums + a.T * groups_stride;
-    auto* rows = reinterpret_cast<Query*>(scales + a.T * groups_stride);
-    memset(sums, 0, a.T * groups_stride * sizeof(float));
-    for (int64_t t = 0; t < a.T; t++)
-        keep_inputs(static_cast<const T*>(a.x) + t * a.x_stride, a.I, a.weight.group,
-                    rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
-    const auto compute = [&](const PackedLinear& part, int64_t first) {
-        const int64_t count = part.O - first < kTile ? part.O - first : kTile;
-        const auto by = scales_from<S>(part, first, count);
-        for (int64_t t = 0; t < a.T;) {
-            const bool ahead = t == 0;
-            float out[most * kTile];
-            const Inputs<T> in{rows + t * stride, stride, sums + t * groups_stride,
-                               scales + t * groups_stride, groups_stride};
-            const int64_t left = a.T - t;
-            int64_t H = 1;
-            if (most == 8 && left >= 8)
-                packed_tile<T, S, bits, most>(part, in, by, first, count, ahead, out), H = most;
-            else if (left >= 4)
-                packed_tile<T, S, bits, 4>(part, in, by, first, count, ahead, out), H = 4;
-            else if (left >= 2)
-                packed_tile<T, S, bits, 2>(part, in, by, first, count, ahead, out), H = 2;
-            else packed_tile<T, S, bits, 1>(part, in, by, first, count, ahead, out);
-            for (int64_t h = 0; h < H; h++, t++)
-                finish_outputs(out + h * kTile, count, static_cast<const T*>(part.bias), first,
-                               static_cast<T*>(part.out) + t * part.O);
-        }
-    };
-    // Rows in order, so that most are prefetched, and enough pieces for all threads.
-    const int64_t threads = omp_get_max_threads();
-    const auto tiles = [&](const PackedLinear& part) { return (part.O + kTile - 1) / kTile; };
-    const auto piece = [&](const PackedLinear& part) { return tiles(part) >= 16 * threads ? 4 : 1; };
-    const auto pieces = [&](const PackedLinear& part) {
-        return (tiles(part) + piece(part) - 1) / piece(part);
-    };
-    for_each_piece(a, pieces, [&](const PackedLinear& part, int64_t at) {
-        const int64_t n = piece(part), end = tiles(part) < (at + 1) * n ? tiles(part) : (at + 1) * n;
+        const int64_t n = piece(part), end = lesser(blocks(part), (at + 1) * n);
         for (int64_t i = at * n; i < end; i++) compute(part, i * kTile);
     });
-}
-
-template <class T, class S>
-static void packed_linear_by(const PackedLinear& a) {
-    if (a.weight.bits == 4) return packed_linear_in<T, S, 4>(a);
-    if (a.weight.bits == 8) return packed_linear_in<T, S, 8>(a);
-    if constexpr (sizeof(S) == sizeof(float)) packed_linear_in<T, S, 6>(a);
-}
-
-// Six bits and blocks have float scales; without whole numbers, float inputs too.
-template <class T>
-static void packed_linear(const PackedLinear& a) {
-    if constexpr (CodeProduct<T>::scaled)
-        if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
-    packed_linear_by<T, T>(a);
-}
-
-// Weights of a span of a block as numbers, into `out`, the numbers of the block.
-template <class T, int bits, int at>
-static inline void unpack_span(const uint8_t* block, float scale, float minimum, T* out) {
-    const Vector s = broadcast(scale), m = broadcast(minimum);
-    for (int64_t j = 0; j < kSpan<bits>; j += Vector::width)
-        store(out + at + j, fma(codes_at<CodeProduct<float>, bits, at>(block, j), s, m));
-}
-
-template <class T, int bits>
-static void unpack_in(const Unpack& a) {
-    const Packed& w = a.weight;
-    const int64_t groups = a.I / w.group, blocks = (a.O + kTile - 1) / kTile;
-    for_each(blocks, a.O * a.I > 1 << 16, [&](int64_t block) {
-        for (int64_t o = block * kTile; o < a.O && o < (block + 1) * kTile; o++) {
-            const uint8_t* from = w.codes + o * (a.I * bits / 8);
-            const T* scales = static_cast<const T*>(w.scales) + o * groups;
-            const T* minimums = static_cast<const T*>(w.minimums) + o * groups;
-            T* out = static_cast<T*>(a.out) + o * a.I;
-            for (int64_t i = 0; i < a.I; i += kBlock) {
-                const auto scale = [&](int at) { return number(scales + (i + at) / w.group); };
-                const auto minimum = [&](int at) { return number(minimums + (i + at) / w.group); };
-                const uint8_t* p = from + i * bits / 8;
-                unpack_span<T, bits, 0>(p, scale(0), minimum(0), out + i);
-                if constexpr (bits == 6) unpack_span<T, 6, 16>(p, scale(16), minimum(16), out + i);
-                unpack_span<T, bits, 32>(p, scale(32), minimum(32), out + i);
-                if constexpr (bits == 6) unpack_span<T, 6, 48>(p, scale(48), minimum(48), out + i);
-            }
-        }
-    });
-}
-
-template <class T>
-static void unpack(const Unpack& a) {
-    if (a.weight.bits == 4) unpack_in<T, 4>(a);
-    else if (a.weight.bits == 6) unpack_in<T, 6>(a);
-    else unpack_in<T, 8>(a);
 }

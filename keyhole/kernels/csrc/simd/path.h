@@ -33,6 +33,7 @@ using Int8Digits = QueryForm<int8>;
 #include "prefill.h"
 #include "summaries.h"
 #include "linear.h"
+#include "packed_linear.h"
 #ifdef KEYHOLE_CODES
 #include KEYHOLE_CODES
 #endif

@@ -23,6 +23,7 @@ namespace {
 #include "prompt_tiles_amx.h"
 #include "prefill.h"
 #include "linear.h"
+#include "packed_linear.h"
 #include "linear_amx.h"
 
 bool fits(int64_t D, int64_t Dv) { return D <= kMostColumns && Dv <= kMostColumns; }

@@ -42,6 +42,11 @@ static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
 }
 
 static inline Vector load(const float* p) { return {_mm256_loadu_ps(p)}; }
+// So that a product with several others loads it once: GCC would load it with each.
+static inline Vector in_register(Vector a) {
+    asm("" : "+x"(a.v));
+    return a;
+}
 static inline Vector widen(__m128i x, const bfloat16*) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16))};
 }

@@ -113,6 +113,16 @@ static inline Vector six_bit_codes(const uint8_t* low, const uint8_t* high) {
                           _mm512_shuffle_f32x4(low, high, 0xdd))};
 }
 
+// So that a product with several others loads it once: GCC would load it with each.
+static inline __m512i in_register(__m512i a) {
+    asm("" : "+v"(a));
+    return a;
+}
+static inline Vector in_register(Vector a) {
+    asm("" : "+v"(a.v));
+    return a;
+}
+
 // Products of queries and keys. bfloat16 is multiplied directly, 32 numbers at a time; other types
 // are converted to floats. `Query` is the stored form of queries, padded with zeros to whole steps.
 template <class T>
@@ -122,7 +132,8 @@ struct Product {
     using Key = Vector;
     static inline Key key(const T* p) { return load(p); }
     static inline Key key(const T* p, int n) { return load(p, n); }
-    static inline Vector add(Vector sum, const float* q, Key k) { return fma(load(q), k, sum); }
+    static inline Vector numbers(const float* q) { return load(q); }
+    static inline Vector add(Vector sum, Vector q, Key k) { return fma(q, k, sum); }
     template <Part part>
     static inline Key code(const uint8_t* p) {
         return codes<part>(p);
@@ -138,8 +149,9 @@ struct Product<bfloat16> {
     static inline Key key(const bfloat16* p, int n) {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);
     }
-    static inline Vector add(Vector sum, const bfloat16* q, Key k) {
-        return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_loadu_si512(q), (__m512bh)k)};
+    static inline __m512i numbers(const bfloat16* q) { return _mm512_loadu_si512(q); }
+    static inline Vector add(Vector sum, __m512i q, Key k) {
+        return {_mm512_dpbf16_ps(sum.v, (__m512bh)q, (__m512bh)k)};
     }
     // Codes of 4 bits are looked up in a table; 8 bits are exact in bfloat16, too.
     template <Part part>

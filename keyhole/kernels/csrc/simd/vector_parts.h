@@ -22,7 +22,8 @@ struct Product {
     using Key = Vector;
     static inline Key key(const T* p) { return load(p); }
     static inline Key key(const T* p, int n) { return load(p, n); }
-    static inline Vector add(Vector sum, const float* q, Key k) { return fma(load(q), k, sum); }
+    static inline Vector numbers(const float* q) { return load(q); }
+    static inline Vector add(Vector sum, Vector q, Key k) { return fma(q, k, sum); }
     template <Part part>
     static inline Key code(const uint8_t* p) {
         return codes<part>(p);

@@ -49,6 +49,8 @@ static inline Vector scaled(Vector x, Vector n, Vector x2, float limit) {
     return r;
 }
 
+static inline Vector in_register(Vector a) { return a; }
+
 static inline float widened(float x) { return x; }
 static inline float widened(bfloat16 x) {
     const uint32_t bits = (uint32_t)x.bits << 16;

@@ -23,9 +23,11 @@ struct WholeProduct {
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(high))));
     }
-    static Sum add(Sum sum, const int16_t* q, Key k) {
-        const __m256i query = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(query, k));
+    static __m256i numbers(const int16_t* q) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    }
+    static Sum add(Sum sum, __m256i q, Key k) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(q, k));
     }
     // The whole numbers of a group of inputs, their sum and their scale: NaN if one is not finite, or
     // if the sum is not. A group without an input above 2^-100 counts as zeros.
@@ -94,7 +96,7 @@ struct WholeProduct {
             };
             while (k < n) {
                 for (int64_t i = 0; i < group; i += kBlock, x += kBlock, block += bytes) {
-                    if (ahead) ask_for(block + kAhead);
+                    if (ahead) ask(block + kAhead);
                     add_span<WholeProduct, bits, 0>(block, 0, x, in.stride, part);
                     if constexpr (bits == 6) {
                         if (group == 16) end_group();

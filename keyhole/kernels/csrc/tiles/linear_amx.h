@@ -65,7 +65,7 @@ static inline void unpack_codes(const uint8_t* codes, int64_t row_bytes, bool ah
                                 bfloat16 (*to)[kTile][32]) {
     using P = Product<bfloat16>;
     for (int r = 0; r < kTile; r++, codes += row_bytes) {
-        if (ahead) ask_for(codes + kTile * row_bytes);
+        if (ahead) ask(codes + kTile * row_bytes);
         _mm512_store_si512(to[0][r], codes_at<P, bits, 0>(codes, 0));
         _mm512_store_si512(to[1][r], codes_at<P, bits, 32>(codes, 0));
     }
