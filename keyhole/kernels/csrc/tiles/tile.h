@@ -148,7 +148,7 @@ static inline void score_rows(const typename Product<T>::Query* query, int64_t s
         for (int i = 0; i < vectors * W; i++) sum[i] = broadcast(0.0f);
         const auto add = [&](int64_t d, const typename P::Key (&k)[N]) {
             for (int h = 0; h < H; h++) {
-                const auto q = in_register(P::numbers(query + h * stride + d));
+                const auto q = P::numbers(query + h * stride + d);
                 for (int j = 0; j < N; j++) sum[h * N + j] = P::add(sum[h * N + j], q, k[j]);
             }
         };
