@@ -55,7 +55,7 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
 
 def is_size(field: dataclasses.Field[Any]) -> bool:
     """Whether a setting is a size in bytes."""
-    return field.name.endswith(("memory", "_bytes"))
+    return field.name.endswith(("memory", "_bytes", "max_body"))
 
 
 def read_setting(field: dataclasses.Field[Any], text: Any, name: str) -> Any:

@@ -428,7 +428,7 @@ class LLM:
         method = make_reuse(reuse).resolve(self.engine.geometry)
         with self.engine.lock:
             under = self.engine.under(policy)
-            stored = self.documents_with(None if params is None else params.adapter)
+            stored = self.documents_with(_single(params).adapter)
         asked = assemble(
             self.engine,
             stored,

@@ -346,3 +346,11 @@ def test_the_page_of_families_is_what_the_gate_measures() -> None:
     assert (
         reference_pages.render_families() == (reference_pages.ROOT / "docs/models.md").read_text()
     ), "run `python -m benchmarks.reference_pages --families`"
+
+
+def test_an_unknown_rope_type_is_named() -> None:
+    """It ended with "KeyError: 'linaer'" alone."""
+    config = shrink(CONFIG_MAPPING["llama"]())
+    config.rope_parameters = {"rope_type": "linaer", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UnknownNameError, match="rope_type 'linaer'; did you mean 'linear'"):
+        random_model(config)

@@ -47,6 +47,12 @@ class Catalogue:
             self.index = Index(self.folder / "index.sqlite")
             self._reconcile()
 
+    def follow(self) -> None:
+        """Updates the index where other machines may have changed the storage."""
+        if self.place.folder is None:
+            with self.locked():
+                self._reconcile()
+
     def locked(self) -> AbstractContextManager[None]:
         """Excludes all other processes of this machine that change the store. Must not be
         nested.

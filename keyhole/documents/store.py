@@ -299,8 +299,9 @@ class DocumentStore:
             return found[0]
 
     def list(self) -> Infos:
-        """All documents, sorted by name."""
+        """All documents, sorted by name; reads the storage where other machines may change it."""
         with self._told("read"):
+            self._catalogue.follow()
             return self._catalogue.index.infos(self.model)
 
     def source(self, name: str) -> Text:

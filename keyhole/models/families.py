@@ -264,7 +264,7 @@ def _yarn_length(config: Any) -> int:
     """As far as YaRN reaches; model cards have users add it and leave the other length alone."""
     stretched = [
         int(rope["factor"] * rope["original_max_position_embeddings"])
-        for rope in _ropes(config)
+        for rope in ropes(config)
         if rope.get("rope_type") == "yarn"
         and rope.get("factor")
         and rope.get("original_max_position_embeddings")
@@ -311,7 +311,7 @@ class RopeLengths:
 def rope_lengths(config: Any) -> RopeLengths | None:
     """The config's RoPE settings; None if the frequencies do not depend on the length."""
     positions = getattr(config, "max_position_embeddings", None)
-    changing = [rope for rope in _ropes(config) if _changes(rope)]
+    changing = [rope for rope in ropes(config) if _changes(rope)]
     if not changing or positions is None:
         return None
     kinds = {str(rope["rope_type"]) for rope in changing}
@@ -325,7 +325,7 @@ def rope_lengths(config: Any) -> RopeLengths | None:
     return RopeLengths(kind, min(threshold, longest), longest, every)
 
 
-def _ropes(config: Any) -> list[dict[str, Any]]:
+def ropes(config: Any) -> list[dict[str, Any]]:
     """The RoPE of the config, or that of each kind of layer."""
     ropes = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in ropes:

@@ -14,10 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from keyhole.config import require_known
 from keyhole.errors import ModelError, one_line
 from keyhole.models.checkpoint import Built
-from keyhole.models.families import rope_lengths
+from keyhole.models.families import rope_lengths, ropes
 from keyhole.models.locate import ModelFiles
 from keyhole.models.model_config import is_remote, read_config
 from keyhole.models.weights import gguf_file
@@ -327,6 +329,10 @@ def random_model(config: Any) -> PreTrainedModel:
     try:
         network: Any = network_of(config, dtype=torch.float32)
     except Exception as error:
+        for rope in ropes(config):  # transformers gives the value alone
+            kind = rope.get("rope_type")
+            if isinstance(error, KeyError) and error.args == (kind,):
+                require_known("rope_type", kind, ["default", *ROPE_INIT_FUNCTIONS])
         raise ModelError(f"no small model can be made: {one_line(error)}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -36,6 +36,9 @@ logger = logging.getLogger("keyhole.server")
 SWITCH_S = 0.0005
 #: How long requests that the end cancels have to answer; none of them computes anything more.
 _LAST_WORDS_S = 1.0
+#: How long a client may read nothing of what it is sent, as in nginx (send_timeout). Its requests
+#: count as running until its connection ends.
+_UNREAD_MS = 60_000
 #: On other systems, libraries may not survive a fork.
 _FORKS = sys.platform == "linux"
 
@@ -216,6 +219,8 @@ def listening(config: ServerConfig) -> socket.socket:
     place = socket.socket(family, socket.SOCK_STREAM)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         place.bind((config.host, config.port))
     except OSError as error:
         place.close()

@@ -21,7 +21,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting((), "key that callers must send as a bearer token")
     insecure: bool = setting(False, "listen beyond this machine without a key")
     max_queue: int = setting(256, "requests that may wait; further ones get status 429")
-    max_body: int = setting(10 * 2**20, "largest body of a request, in bytes")
+    max_body: int = setting(10 * 2**20, "largest body of a request, such as 20MiB")
     max_completions: int = setting(64, "largest number of prompts times n in one request")
     max_documents: int = setting(1000, "documents that each API key may store")
     embeddings: str | None = setting(

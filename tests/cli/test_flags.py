@@ -8,6 +8,7 @@ from pathlib import Path
 from keyhole.cli.common import flags
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.models.locate import TINY_FOLDER
+from keyhole.server.settings import ServerConfig
 from tests.cli.conftest import Run
 
 
@@ -33,6 +34,16 @@ def test_engine_settings_are_made_of_their_flags() -> None:
     given = flags.settings_of(parse("--memory 2MiB --no-prefix-cache --page-size 8"), EngineConfig)
     assert given == {"memory": 2 * 2**20, "prefix_cache": False, "page_size": 8}
     assert flags.settings_of(parse(""), EngineConfig) == {}
+
+
+def test_the_largest_body_of_a_server_is_a_size() -> None:
+    """--max-body was in bytes, unlike all other sizes: 20MiB was "not a whole number"."""
+    parser = argparse.ArgumentParser()
+    flags.add_settings(parser, ServerConfig, "server")
+    given = flags.settings_of(parser.parse_args(["--max-body", "20MiB"]), ServerConfig)
+    assert given == {"max_body": 20 * 2**20}
+    assert "--max-body SIZE" in parser.format_help()
+    assert "default: 10.0 MiB" in " ".join(parser.format_help().split())
 
 
 def test_a_help_text_names_one_default() -> None:

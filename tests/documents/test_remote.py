@@ -75,6 +75,17 @@ def test_a_share_is_written_by_moving(share: str, tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "share" / "records")) == 1
 
 
+def test_what_other_machines_add_and_remove_is_listed(url: str, tmp_path: Path) -> None:
+    """Lists were those of the start: what was added elsewhere was in none, and never found."""
+    here, there = machine(url, tmp_path, "here"), machine(url, tmp_path, "there")
+    here.add("x", "text", make_record())
+    assert [info.name for info in there.list()] == ["x"]
+    there.add("y", "another text", make_record(1))
+    here.remove("x")
+    assert [[info.name for info in store.list()] for store in (here, there)] == [["y"], ["y"]]
+    assert there.list() == there.list()
+
+
 def test_what_is_read_is_counted(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DocumentStore(bucket, MODEL)
     record = make_record(n=2000, heads=4, dims=(64, 32))

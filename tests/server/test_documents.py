@@ -6,8 +6,11 @@ import io
 import logging
 import re
 import socket
+import threading
 import time
+import uuid
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +20,8 @@ import openai
 import pytest
 
 from keyhole import LLM, SamKV, SamplingParams
+from keyhole.documents.remote import RemoteStorage
+from keyhole.documents.storage import Entry
 from keyhole.server.documents import convert
 from keyhole.server.errors import GONE, ApiError
 from tests.documents.test_embeddings import make_encoder
@@ -60,6 +65,30 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         answer = method(f"{place}/gone")
         assert answer.status_code == 404
         assert "gone" in answer.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("own_engine")
+def test_a_store_that_opens_slowly_holds_up_no_other_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop waited for it: no request had an answer until a far store had been read."""
+    opens, may_open, real = threading.Event(), threading.Event(), RemoteStorage.files
+
+    def slow(self: RemoteStorage, folder: str) -> dict[str, Entry]:
+        opens.set()
+        assert may_open.wait(60)
+        return real(self, folder)
+
+    monkeypatch.setattr(RemoteStorage, "files", slow)
+    far = LLM(llm.engine.model, memory="1MiB", documents=f"memory://{uuid.uuid4().hex}")
+    with serving(far) as address, ThreadPoolExecutor() as pool:
+        listed = pool.submit(httpx2.get, f"{address}/v1/documents", timeout=60)
+        try:
+            assert opens.wait(60)
+            assert httpx2.get(f"{address}/health", timeout=10).status_code == 200
+        finally:
+            may_open.set()
+        assert listed.result().json()["data"] == []
 
 
 def test_a_document_whose_record_was_evicted_says_so(address: str, llm: LLM) -> None:

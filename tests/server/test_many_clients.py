@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import threading
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 from keyhole import LLM, AsyncLLM, SamplingParams
+from keyhole.server import run
+from keyhole.server.settings import ServerConfig
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 
@@ -101,6 +104,20 @@ def test_a_client_that_does_not_read_slows_no_other(address: str, llm: LLM) -> N
         if line.startswith('data: {"')
     ]
     assert ends.count("length") == 3
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests counted as running for ever: enough such clients, and all others got 429."""
+    monkeypatch.setattr(run, "_UNREAD_MS", 200)
+    with run.listening(ServerConfig(port=0)) as place, socket.socket() as lazy:
+        place.listen()
+        lazy.connect(place.getsockname())
+        with place.accept()[0] as connection:
+            connection.settimeout(30)
+            with pytest.raises(TimeoutError) as found:
+                connection.sendall(bytes(64 << 20))
+    assert found.value.errno == errno.ETIMEDOUT  # the connection's, not that of this test
 
 
 # Who leaves.

@@ -16,6 +16,7 @@ from keyhole.cli.common import terminal
 from keyhole.config import (
     EngineConfig,
     SamplingParams,
+    bytes_text,
     help_of,
     is_size,
     kind_of,
@@ -307,8 +308,10 @@ def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
     if field.default is None:
         return text.replace("None: ", "default: ")
     text = text.partition("; None: ")[0]
-    plain = field.default in ((), "") or isinstance(field.default, bool)
-    return text if plain else f"{text}; default: {terminal.setting(field.default)}"
+    default: Any = field.default
+    plain = default in ((), "") or isinstance(default, bool)
+    shown = bytes_text(default) if is_size(field) else terminal.setting(default)
+    return text if plain else f"{text}; default: {shown}"
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:

@@ -97,6 +97,7 @@ class Documents:
         model cannot take.
         """
         require(is_count(block_size), "block_size", block_size, "at least 1")
+        require(pinned is None or isinstance(pinned, bool), "pinned", pinned, "True, False or None")
         ids = given_ids(f"document {name!r}", text)
         source = str(text) if ids is None else ids
         known = self.store.stored(name, source, overwrite=overwrite)

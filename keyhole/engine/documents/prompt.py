@@ -51,7 +51,7 @@ def assemble(
     placed.
     """
     tokenizer = engine.model.tokenizer
-    if isinstance(question, str) and not question.strip():
+    if not (question.strip() if isinstance(question, str) else given_ids("a question", question)):
         raise RequestError("the question is empty; ask something")
     if isinstance(names, Iterable) and not isinstance(names, str):
         names = [*names]  # of an iterator, or an array

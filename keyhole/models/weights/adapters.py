@@ -247,7 +247,8 @@ def _low_rank(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
 def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
     """ModelError for a layer that does not compute one row for every token of a step."""
     kind = type(layer.get_base_layer())
-    if not (issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"):
+    linear = issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
+    if not linear or kind.__name__.endswith("Router"):  # one that returns a tuple
         raise _unsuitable(folder, f"it adapts {name}, which is of class {kind.__name__}")
     if "expert" in name or name.endswith("kv_b_proj"):
         raise _unsuitable(folder, f"it adapts {name}, which does not run once for every token")
@@ -302,7 +303,7 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
     except Exception as error:  # peft
         raise ModelError(
             f"the adapter {str(adapter)!r} does not fit the model {base!r}: {one_line(error)}; "
-            f"name its own base as base_model_name_or_path in its {ADAPTER}"
+            f"correct its {ADAPTER}, where base_model_name_or_path names the base that it fits"
         ) from error
     absent = [name for name in report.missing_keys if ".lora_" in name]
     wrong = sorted(absent) or sorted(report.unexpected_keys)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from fastapi import APIRouter, Depends, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
@@ -23,7 +23,13 @@ from keyhole.server.errors import ApiError, invalid
 from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
 
-router = APIRouter(prefix="/v1/documents")
+
+def _opened(request: Request) -> None:
+    """Opens the store, in a thread of FastAPI's: the first time it may read from a URL."""
+    _ = state_of(request).encoding
+
+
+router = APIRouter(prefix="/v1/documents", dependencies=[Depends(_opened)])
 
 _Any = TypeVar("_Any")
 _JSON, _TEXT = {"schema": DocumentBody.model_json_schema()}, {"schema": {"type": "string"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,30 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
     with pytest.raises(PromptTooLongError, match="split it"):
         llm.documents.add("long", "x" * 600)
     assert [info.name for info in llm.documents.list()] == ["faq", "handbook"]
+
+
+@pytest.mark.parametrize("pinned", ["yes", [], float("nan")])
+def test_a_pin_that_is_none_is_refused(llm: LLM, tmp_path: Path, pinned: Any) -> None:
+    """[] was written with the text, and the store could not be opened any more."""
+    with pytest.raises(ConfigError, match=r"pinned .* must be True, False or None"):
+        llm.documents.add("faq", "the red lamp means that the tank is empty", pinned=pinned)
+    with pytest.raises(ConfigError, match=r"pinned .* must be True, False or None"):
+        llm.documents.add("new", "a new text", pinned=pinned)
+    again = LLM(llm.engine.model, page_size=8, documents=tmp_path / "store")
+    assert [info.name for info in again.documents.list()] == ["faq", "handbook"]
+
+
+@pytest.mark.parametrize("question", [[], {"prompt_token_ids": []}])
+def test_a_question_without_token_ids_is_empty(llm: LLM, question: Any) -> None:
+    """It ended in an IndexError."""
+    with pytest.raises(RequestError, match="question is empty"):
+        llm.ask(question, ["faq"], params=FEW)
+
+
+def test_parameters_of_another_type_are_refused(llm: LLM) -> None:
+    """They ended in an AttributeError, only in questions over documents."""
+    with pytest.raises(ConfigError, match="params must be a SamplingParams, not dict"):
+        llm.ask("which?", ["faq"], params={"max_tokens": 3})  # type: ignore[arg-type]
 
 
 def test_blocks_must_be_those_of_the_record(llm: LLM) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BioGptConfig,
     Lfm2Config,
@@ -20,6 +23,7 @@ import keyhole
 from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError
 from keyhole.models.modules.sequence_adapters import AdapterMatrices, attach, using
+from keyhole.models.shrink import shrink
 from keyhole.models.weights.adapters import read_adapters
 from tests.checkpoints import make_model
 from tests.models.conftest import SPLIT, Places
@@ -364,6 +368,30 @@ def test_what_overflows_in_one_adapter_stays_in_its_rows() -> None:
     assert torch.equal(found[0], plain[0])
     assert found[1].isinf().all()
     assert torch.equal(found[2], plain[2] + x[2].sum())
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+def test_routers_that_choose_experts_are_refused(tmp_path: Path, family: str) -> None:
+    """They are linear layers whose output is a tuple: the first request ended in a TypeError."""
+    config = shrink(CONFIG_MAPPING[family]())
+    adapter = peft.LoraConfig(r=2, target_modules=["router"], task_type="CAUSAL_LM")
+    network = AutoModelForCausalLM.from_config(config)
+    peft.get_peft_model(network, adapter).save_pretrained(tmp_path)
+    own = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=r"adapts \S*router, which is of class \w+Router"):
+        read_adapters(own, {"router": tmp_path}, "base")
+
+
+def test_a_config_that_peft_refuses_is_to_be_corrected(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The remedy was to name another base, for a rank of 0, too."""
+    shutil.copytree(folders["narrow"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 0}))
+    network = AutoModelForCausalLM.from_pretrained(folders["base"])
+    with pytest.raises(ModelError, match=r"value passed is 0; correct its adapter_config\.json"):
+        read_adapters(network, {"none": tmp_path}, "base")
 
 
 def test_adapters_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
