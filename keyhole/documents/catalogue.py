@@ -29,6 +29,8 @@ _SOURCE = re.compile(r"[0-9a-f]{32}\.txt")
 _RECORD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}\.safetensors")
 # An error is one line.
 _MOST_NAMES_TOLD = 12
+#: How old a list of a storage that other machines may change can be: /metrics and every search ask.
+FRESH_S = 10.0
 
 
 class Catalogue:
@@ -48,8 +50,8 @@ class Catalogue:
             self._reconcile()
 
     def follow(self) -> None:
-        """Updates the index where other machines may have changed the storage."""
-        if self.place.folder is None:
+        """Updates the index where other machines may have changed the storage since FRESH_S ago."""
+        if self.place.folder is None and time.monotonic() - self._read >= FRESH_S:
             with self.locked():
                 self._reconcile()
 
@@ -60,6 +62,7 @@ class Catalogue:
         return locked(self.folder / "lock")
 
     def _reconcile(self) -> None:
+        self._read = time.monotonic()
         self._clean()
         sources = self.source_files()
         records = _matching(_RECORD, self.place.files("records"))

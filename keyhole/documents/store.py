@@ -299,7 +299,7 @@ class DocumentStore:
             return found[0]
 
     def list(self) -> Infos:
-        """All documents, sorted by name; reads the storage where other machines may change it."""
+        """All documents by name; of those at a URL, as they were ten seconds ago or later."""
         with self._told("read"):
             self._catalogue.follow()
             return self._catalogue.index.infos(self.model)
