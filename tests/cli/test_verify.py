@@ -103,7 +103,7 @@ def test_the_recall_of_a_head_is_printed(
     data.write_text("short")
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
-    assert "no text of 64 tokens" in ran.err
+    assert "no text of 96 tokens" in ran.err
 
 
 def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
