@@ -140,6 +140,16 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
     assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
 
 
+def test_the_figures_go_on_with_the_run(network: Any, tmp_path: Path) -> None:
+    """The smoothed loss began anew, and a run stopped before its first step had none at all."""
+    whole = train.train(network, Texts(), RECIPE, tmp_path / "whole")
+    asked = iter([False, False, True])
+    train.train(network, Texts(), RECIPE, tmp_path / "part", stop=lambda: next(asked))
+    train.train(network, Texts(), RECIPE, tmp_path / "part", resume=True, stop=lambda: True)
+    rest = train.train(network, Texts(), RECIPE, tmp_path / "part", resume=True)
+    assert (rest.loss, rest.recall, rest.window) == (whole.loss, whole.recall, whole.window)
+
+
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
     train.train(network, Texts(), RECIPE, tmp_path / "run", stop=lambda: True)
     with pytest.raises(ConfigError, match="has an unfinished run; continue it with --resume"):
