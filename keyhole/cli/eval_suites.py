@@ -74,6 +74,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
         for method in methods_of(dataclasses.replace(settings, policies=names))
         if not available_policies()[method.name].dense
     ]
+    require(bool(methods), "policies", names, "at least one that selects, such as quest")
     flags.find_model(arguments)  # before scipy and matplotlib are imported
     comparisons.require_scipy()
     file = output_file(arguments)

@@ -128,7 +128,9 @@ class Engine:
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = DocumentFiller(self.scheduler, self.pace, self._document_prefill, config)
+        self.filler = DocumentFiller(
+            model, self.scheduler, self.pace, self._document_prefill, config
+        )
         self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
         self._copies = copies
         self._head = None if copies is None or head is None else head_fingerprint(head)

@@ -373,8 +373,13 @@ _TEXTS, _QUERIES = 3, 24
 def recall_texts(model: Model, corpus: Corpus) -> dict[int, list[RecallText]]:
     """Texts to measure the recall of the model's head on, by length.
 
-    ConfigError if all texts are too short.
+    ConfigError if the model or all texts are too short.
     """
+    if model.max_length < _RECALL_LENGTHS[0]:
+        raise ConfigError(
+            f"the recall of the retrieval head is measured on {_RECALL_LENGTHS[0]} tokens or more, "
+            f"but {model.name!r} takes {model.max_length}; leave out --data"
+        )
     rng, texts = Random(0), {}
     for length in _RECALL_LENGTHS:
         if length <= model.max_length:

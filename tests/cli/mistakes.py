@@ -223,7 +223,7 @@ MISTAKES = [
     ("train-head --objective atention", "unknown objective 'atention'; did you mean 'attention'?"),
     ("train-head --tokens 0", "tokens 0 must be at least 1"),
     ("train-head --tokens many", "--tokens 'many' must be a whole number"),
-    ("train-head --length 0", "length 0 must be >= 64"),
+    ("train-head --length 0", "length 0 must be >= 96"),
     ("train-head --learning-rate fast", "--learning-rate 'fast' must be a number"),
     ("train-head --learning-rate -1", "learning_rate -1.0 must be a number above 0"),
     ("train-head --policy quest", "unknown option of train-head '--policy'"),

@@ -70,6 +70,8 @@ def test_files_are_read_and_every_policy_is_measured(path: str, run: Run, tmp_pa
     [
         (("--tasks", "passkey"), "--tasks cannot be used with --suite attention"),
         (("--policies", "qest"), "quest"),
+        # It measured nothing, with exit status 0.
+        (("--policies", "full"), "policies 'full' must be at least one that selects"),
         (("--terms", "tuned"), "'tuned' must be given, equal or published"),
         (("--text", "nowhere.txt"), "cannot be read"),
         (("--html", "nowhere/page.html"), "there is no folder"),

@@ -103,7 +103,7 @@ def test_the_recall_of_a_head_is_printed(
     data.write_text("short")
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
-    assert "no text of 64 tokens" in ran.err
+    assert "no text of 96 tokens" in ran.err
 
 
 def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
@@ -132,6 +132,17 @@ def test_texts_that_nothing_reads_or_that_cannot_be_read_are_refused_first(
     ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
     assert ran.status == 2
     assert "the texts of --data are shorter than 256 tokens; give longer ones" in ran.err
+
+
+def test_a_model_too_short_for_recall_is_named(tmp_path: Path, run: Run) -> None:
+    """The texts were said to be too short, whatever their length."""
+    path = make_model("llama", tmp_path, tokenizer=True, max_position_embeddings=256)
+    RetrievalHead.random(load(path, "cpu").network).save_pretrained(Path(path) / HEAD_FOLDER)
+    data = tmp_path / "long.txt"
+    data.write_text("keys are many. " * 100)
+    ran = run("verify", "--model", path, "--device", "cpu", "--data", str(data))
+    assert ran.status == 2
+    assert f"512 tokens or more, but {Path(path).name!r} takes 256; leave out --data" in ran.err
 
 
 def test_what_packing_changes_is_reported(

@@ -18,9 +18,9 @@ def test_texts_are_read_in_every_form(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     plain.write_text("x" * 100)
-    lines.write_text("\n".join(map(json.dumps, ["y" * 80, "short", list(range(70))])) + "\n\n")
+    lines.write_text("\n".join(map(json.dumps, ["y" * 95, "short", list(range(96))])) + "\n\n")
     assert [len(text) for text in read(plain, tokenizer, VOCAB_SIZE).texts] == [101]
-    assert [len(text) for text in read(lines, tokenizer, VOCAB_SIZE).texts] == [81, 70]
+    assert [len(text) for text in read(lines, tokenizer, VOCAB_SIZE).texts] == [96, 96]
 
 
 def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no text of 64 tokens or more (the longest of 0 has 0)"),
-        ('"short"', "has no text of 64 tokens or more (the longest of 1 has 6)"),
+        ("", "has no text of 96 tokens or more (the longest of 0 has 0)"),
+        ('"short"', "has no text of 96 tokens or more (the longest of 1 has 6)"),
         ('"fine"\n{', "line 2 is not JSON"),
         ('{"text": 1}', "line 1 must be a JSON string or list of token ids"),
         ("[1, 2.5]", "line 1 must be a JSON string or list of token ids"),
@@ -79,7 +79,7 @@ def test_long_texts_are_cut_anywhere_and_short_ones_are_returned_whole() -> None
 
 def test_the_digest_is_that_of_the_token_ids(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for file, numbers in zip(files, (range(70), range(70), range(1, 71)), strict=True):
+    for file, numbers in zip(files, (range(99), range(99), range(1, 100)), strict=True):
         file.write_text(json.dumps(list(numbers)))
     one, same, other = (read(file, None, VOCAB_SIZE) for file in files)
     assert one.digest == same.digest != other.digest

@@ -85,7 +85,7 @@ def test_a_selection_goes_on_from_a_head(network: Any, inputs: str, tmp_path: Pa
 def test_a_head_to_start_from_keeps_its_inputs(network: Any, tmp_path: Path) -> None:
     """`--inputs tokens` trained a head that reads features, and said nothing."""
     RetrievalHead.random(network, inputs="tokens+features").save_pretrained(tmp_path)
-    config = TrainingConfig(objective="selection", start=str(tmp_path), inputs="tokens", length=64)
+    config = TrainingConfig(objective="selection", start=str(tmp_path), inputs="tokens", length=96)
     with pytest.raises(ConfigError, match=r"inputs 'tokens' must be tokens\+features, as in start"):
         Distiller(network, Texts(), config)
 
@@ -138,6 +138,16 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
         train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
     assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
+
+
+def test_the_figures_go_on_with_the_run(network: Any, tmp_path: Path) -> None:
+    """The smoothed loss began anew, and a run stopped before its first step had none at all."""
+    whole = train.train(network, Texts(), RECIPE, tmp_path / "whole")
+    asked = iter([False, False, True])
+    train.train(network, Texts(), RECIPE, tmp_path / "part", stop=lambda: next(asked))
+    train.train(network, Texts(), RECIPE, tmp_path / "part", resume=True, stop=lambda: True)
+    rest = train.train(network, Texts(), RECIPE, tmp_path / "part", resume=True)
+    assert (rest.loss, rest.recall, rest.window) == (whole.loss, whole.recall, whole.window)
 
 
 def test_a_folder_in_use_is_not_written_over(network: Any, tmp_path: Path) -> None:
@@ -240,7 +250,7 @@ def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
         TrainingConfig(objective="eagel")
     with pytest.raises(ConfigError, match="learning_rate 0 must be"):
         TrainingConfig(learning_rate=0)
-    with pytest.raises(ConfigError, match="length 20 must be >= 64"):
+    with pytest.raises(ConfigError, match="length 20 must be >= 96"):
         TrainingConfig(length=20)
     with pytest.raises(ConfigError, match="length 1000 must be at most 512"):
         Distiller(network, Texts(), TrainingConfig(length=1000))
@@ -263,10 +273,21 @@ def test_settings_that_cannot_be_are_named(network: Any, start: str) -> None:
 
 def test_steps_beyond_the_shortest_text_are_refused(network: Any) -> None:
     """The loss was NaN, as of weights that had run away."""
-    with pytest.raises(ConfigError, match="unroll_steps 64 must be below 64, the tokens of"):
-        TrainingConfig(objective="eagle", unroll_steps=64)
-    longest = TrainingConfig(objective="eagle", unroll_steps=63, length=64, batch_tokens=64)
+    with pytest.raises(ConfigError, match="unroll_steps 96 must be below 96, the tokens of"):
+        TrainingConfig(objective="eagle", unroll_steps=96)
+    longest = TrainingConfig(objective="eagle", unroll_steps=95, length=96, batch_tokens=96)
     assert math.isfinite(Distiller(network, Texts(), longest).train_step().loss)
+
+
+def test_texts_without_tokens_to_select_are_refused(network: Any) -> None:
+    """Texts of 64 tokens lie within sinks and window: the loss was 0, and nothing was learned."""
+    with pytest.raises(ConfigError, match="length 64 must be >= 96"):
+        TrainingConfig(length=64)
+    short = make_network(make_config("llama", max_position_embeddings=64))
+    with pytest.raises(ConfigError, match="length 64 must be >= 96"):
+        Distiller(short, Texts(), TrainingConfig())
+    shortest = Distiller(network, Texts(), TrainingConfig(length=96, batch_tokens=96))
+    assert shortest.train_step().loss > 0.01
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -29,7 +29,7 @@ LAYERS = (1, 2, 3)
 
 def made(kind: str = "llama") -> tuple[Any, Draft, TeacherTargets]:
     network = make_network(make_config(kind))
-    config = TrainingConfig(objective="eagle", length=64, feature_layers=LAYERS, learning_rate=1e-3)
+    config = TrainingConfig(objective="eagle", length=96, feature_layers=LAYERS, learning_rate=1e-3)
     draft = Distiller(network, Texts(), config).module
     assert isinstance(draft, Draft)
     for weight in (draft.o.weight, draft.down.weight):  # zero at first
@@ -263,7 +263,7 @@ def test_a_trained_draft_is_written_so_that_it_drafts(tmp_path: Path) -> None:
     """Its layer, read as an EAGLE-3 checkpoint, proposes what the layer in training predicts."""
     network = make_network(make_config("llama"))
     config = TrainingConfig(
-        objective="eagle", length=64, feature_layers=LAYERS, tokens=1000, batch_tokens=512
+        objective="eagle", length=96, feature_layers=LAYERS, tokens=1000, batch_tokens=512
     )
     distiller = Distiller(network, Texts(), config)
     for _ in range(3):

@@ -182,7 +182,7 @@ def test_a_block_that_leaves_short_texts_without_others_is_refused(
     network: PreTrainedModel,
 ) -> None:
     wrong = dataclasses.replace(RECIPE, block_size=64)
-    with pytest.raises(ConfigError, match="block_size 64 must be at most 32"):
+    with pytest.raises(ConfigError, match="block_size 64 must be at most 48"):
         GateDistiller(network, Texts(), wrong)
 
 

@@ -11,23 +11,32 @@ from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Sequence
-from keyhole.errors import CapacityError, KeyholeError, is_out_of_memory
+from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
+from keyhole.models.model import Model
+from keyhole.models.positions import RopeShift
 
 
 class DocumentFiller:
     """Fills documents in the remaining time of an engine's steps.
 
     document_prefill: the `DocumentPrefill` of a policy. hot: the blocks of documents that all of
-    these share.
+    these share. ConfigError for a memory of blocks beside a model that cannot use documents.
     """
 
     def __init__(
         self,
+        model: Model,
         scheduler: Scheduler,
         pace: Pace,
         document_prefill: Callable[[RequestPolicy], DocumentPrefill],
         config: EngineConfig,
     ) -> None:
+        if config.hot_document_bytes is not None:
+            try:
+                RopeShift.for_documents(model)
+            except ConfigError as error:
+                given = f"hot_document_bytes={config.hot_document_bytes}"
+                raise ConfigError(f"leave out {given}: {error}") from error
         host = HostBlocks(config.host_document_bytes or 0)
         self.hot = HotBlocks(config.hot_document_bytes or 0, host)
         self._scheduler = scheduler

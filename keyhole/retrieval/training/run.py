@@ -59,12 +59,13 @@ class Lesson:
 class TrainingRun(ABC):
     """The module that is trained, and the state of the run between two steps.
 
-    config: with every None resolved.
+    config: with every None resolved. shown: the smoothed figures of the steps so far.
     """
 
     def __init__(self, module: nn.Module, corpus: Corpus, config: TrainingConfig) -> None:
         self.module, self.config, self._corpus = module, config, corpus
         self.step = self.tokens = 0
+        self.shown: dict[str, float] = {}
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._optimizers = _optimizers(self._parameters, config)
 
@@ -125,6 +126,7 @@ class TrainingRun(ABC):
             "data": {"name": self._corpus.name, "digest": self._corpus.digest},
             "step": self.step,
             "tokens": self.tokens,
+            "shown": self.shown,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -152,7 +154,7 @@ class TrainingRun(ABC):
             raise ConfigError("the run to resume was made for a model of another shape") from error
         for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
-        self.step, self.tokens = state["step"], state["tokens"]
+        self.step, self.tokens, self.shown = state["step"], state["tokens"], state["shown"]
 
 
 def _optimizers(parameters: list[nn.Parameter], config: TrainingConfig) -> list[Optimizer]:

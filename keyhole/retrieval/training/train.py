@@ -68,7 +68,6 @@ def train(
     else:  # a disk without room for a snapshot is noticed now, not after hours
         save(folder, distiller.state())
         (folder / SNAPSHOT).unlink()
-    shown: dict[str, float] = {}
     started = saved = time.monotonic()
     with tqdm(
         total=distiller.config.tokens,
@@ -84,7 +83,7 @@ def train(
             except NumericalError as error:
                 save(folder, distiller.state())
                 raise NumericalError(f"{error}; the previous step is saved in {folder}") from error
-            shown = _smoothed(shown, progress)
+            shown = distiller.shown = _smoothed(distiller.shown, progress)
             bar.update(distiller.tokens - before)
             bar.set_postfix_str(
                 f"loss {shown['loss']:.3f}, recall {shown['recall']:.1%} "
@@ -102,9 +101,9 @@ def train(
         steps=distiller.step,
         tokens=distiller.tokens,
         seconds=time.monotonic() - started,
-        loss=shown.get("loss"),
-        recall=shown.get("recall"),
-        window=shown.get("window"),
+        loss=distiller.shown.get("loss"),
+        recall=distiller.shown.get("recall"),
+        window=distiller.shown.get("window"),
     )
 
 

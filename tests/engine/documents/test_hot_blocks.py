@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from keyhole import LLM
 from keyhole.cache.layout import list_bytes
 from keyhole.documents import storage as storage_module
 from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
+from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 from tests.engine.documents.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
 
@@ -71,6 +73,22 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
         ConfigError, match=r"no room for a page .* beside hot_document_bytes 1000000; raise"
     ):
         LLM(model, device="cpu", documents=store, memory=memory, hot_document_bytes=memory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        ("gpt2", {}, "has no rotary embedding"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, "have a recurrent state"),
+    ],
+)
+def test_a_model_that_cannot_use_documents_refuses_memory_for_them(
+    kind: str, fields: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """The memory was taken from the KV cache, and nothing ever used it."""
+    random_model(shrink(CONFIG_MAPPING[kind](**fields))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"leave out hot_document_bytes=1000: .* {why}"):
+        LLM(tmp_path, device="cpu", memory="16MB", hot_document_bytes=1000)
 
 
 @pytest.fixture(autouse=True)
