@@ -114,7 +114,10 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     new = folder / f"{SNAPSHOT}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, new)
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # or a power loss could leave a renamed file without its bytes
         os.replace(new, folder / SNAPSHOT)
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         if folder.is_dir():
