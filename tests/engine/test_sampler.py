@@ -68,6 +68,15 @@ def test_frequencies_are_those_of_the_filtered_distribution_of_transformers(sett
     assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / DRAWS).sqrt() + 1e-9).all()
 
 
+def test_a_whole_number_is_a_penalty_too() -> None:
+    """One above 2^63 ended the step, and with it all requests of the step."""
+    logits, penalties = torch.randn(VOCAB), (10**30, 1e30)
+    whole, same = (
+        sample(logits[None], [sequence(repetition_penalty=x, seed=1)]) for x in penalties
+    )
+    assert torch.equal(whole[0], same[0])
+
+
 def plain_scores(logits: torch.Tensor, one: Sequence) -> torch.Tensor:
     """What the settings make of a row of scores, token by token."""
     scores, params = logits.clone(), one.params

@@ -105,7 +105,7 @@ def test_errors_are_those_of_the_client(bundled: str) -> None:
         ask(bundled, model="openai/keyhole-tiny", temperature=-1, max_retries=0)
     with pytest.raises(litellm.NotFoundError, match="'other' is not served here"):
         ask(bundled, model="openai/other", max_retries=0)
-    with pytest.raises(litellm.NotFoundError, match="no 'POST /v1/embeddings' here"):
+    with pytest.raises(litellm.NotFoundError, match="unknown path 'POST /v1/embeddings'"):
         litellm.embedding(
             model="openai/keyhole-tiny", input=["x"], api_base=bundled, api_key="any", max_retries=0
         )
