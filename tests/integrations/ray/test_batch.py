@@ -141,5 +141,5 @@ def test_places_that_cannot_be_are_refused(settings: dict[str, Any], tmp_path: P
         batch.run("nosuch://x", str(tmp_path / "out"), settings)
     folder = batch.BatchFolder(str(tmp_path / "out"))
     folder.claim("another", "other.jsonl")
-    with pytest.raises(ConfigError, match="has answers to other lines than those of"):
+    with pytest.raises(ConfigError, match="has answers to requests that are not in"):
         batch.run(str(source), str(tmp_path / "out"), settings)
