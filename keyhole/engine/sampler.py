@@ -118,7 +118,7 @@ def _penalise(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:
     if not seen:
         return logits
     place = np.concatenate([np.full(len(ids), i) for i, ids, _ in seen])
-    amount = np.concatenate([np.full(len(ids), float(penalty)) for _, ids, penalty in seen])
+    amount = np.concatenate([np.full(len(ids), penalty, np.float64) for _, ids, penalty in seen])
     places = (_send(place, logits), _send(np.concatenate([ids for _, ids, _ in seen]), logits))
     found, penalty = logits[places], _send(amount, logits, logits.dtype)
     return logits.index_put(places, torch.where(found > 0, found / penalty, found * penalty))
