@@ -50,15 +50,14 @@ static inline void scale_rows(float* numbers, const float* by) {
 
 // Prefetches a cache line, into L2 where that supports more outstanding misses than L1. Always
 // inlined: GCC drops calls that do nothing else.
-[[gnu::always_inline]] static inline void ask(const void* p) {
-    if (ask_second_level) __builtin_prefetch(p, 0, 2);
+[[gnu::always_inline]] static inline void ask(const void* p, bool second = ask_second_level) {
+    if (second) __builtin_prefetch(p, 0, 2);
     else __builtin_prefetch(p);
 }
 
 // Prefetches rows that are needed soon, a cache line at a time. A core supports a few dozen
 // outstanding misses, so prefetches are spread over the work on earlier rows (benchmarks/LOG.md:
-// twice as fast as all at once). Always inlined: GCC drops calls that do nothing else. Prefetches
-// into L2 where that supports more outstanding misses than L1.
+// twice as fast as all at once).
 template <class T>
 struct Ahead {
     static constexpr int line = 64 / sizeof(T);
@@ -78,7 +77,7 @@ struct Ahead {
     [[gnu::always_inline]] void ask_rows(int t, int64_t d) const {
         if (!rows || d % line) return;
         for (int n = 0; n < N; n++)
-            ask(whole ? rows[t] + d * N + n * line : rows[t + n] + d);
+            ask(whole ? rows[t] + d * N + n * line : rows[t + n] + d, second);
         for (int n = 0; n < N && d == 0; n++) ask_end(t + n);
     }
     // At column d, as many lines as N vectors of row t, as above.
@@ -87,33 +86,26 @@ struct Ahead {
         if (!rows || d % line) return;
         constexpr int numbers = N * Vector::width;
         const T* from = whole ? rows[0] + d * kTile + t * numbers : rows[t] + d;
-        for (int i = 0; i < numbers; i += line) ask(from + i);
+        for (int i = 0; i < numbers; i += line) ask(from + i, second);
         if (d == 0) ask_end(t);
     }
     // The line of the scale behind row t: one more than its numbers take, for each row or, of a
     // contiguous tile, for the last one.
     [[gnu::always_inline]] void ask_end(int t) const {
         if (Scaled<T>::bytes && (!contiguous || t == 0))
-            ask(rows[contiguous ? kTile - 1 : t] + size - 1);
+            ask(rows[contiguous ? kTile - 1 : t] + size - 1, second);
     }
     // At column d, as many lines as all rows.
     [[gnu::always_inline]] void ask_tile(int64_t d) const {
         if (!rows || d % line) return;
         if (contiguous) {
             const T* from = rows[0] + d * kTile;
-            if (second)
-                for (int n = 0; n < kTile; n++) __builtin_prefetch(from + n * line, 0, 2);
-            else
-                for (int n = 0; n < kTile; n++) __builtin_prefetch(from + n * line);
+            for (int n = 0; n < kTile; n++) ask(from + n * line, second);
             if (d == 0) ask_end(0);
         } else {
-            for (int n = 0; n < kTile; n++) ask(rows[n] + d);
+            for (int n = 0; n < kTile; n++) ask(rows[n] + d, second);
             for (int n = 0; n < kTile && d == 0; n++) ask_end(n);
         }
-    }
-    [[gnu::always_inline]] void ask(const T* number) const {
-        if (second) __builtin_prefetch(number, 0, 2);
-        else __builtin_prefetch(number);
     }
 };
 
