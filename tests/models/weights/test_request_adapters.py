@@ -17,6 +17,7 @@ from transformers import (
     Lfm2Config,
     ModernBertDecoderConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 import keyhole
@@ -288,6 +289,14 @@ def test_more_than_low_rank_products_are_refused(
     assert str(tmp_path) in str(caught.value)
 
 
+def beside_an_adapter(config: PreTrainedConfig, module: str, folder: Path) -> PreTrainedModel:
+    """A network of this config; an adapter of `module`, of another one, is saved in the folder."""
+    adapter = peft.LoraConfig(r=2, target_modules=[module], task_type="CAUSAL_LM")
+    network, own = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    peft.get_peft_model(network, adapter).save_pretrained(folder)
+    return own
+
+
 @pytest.mark.parametrize(
     ("cls", "head"), [(BioGptConfig, "output_projection"), (ModernBertDecoderConfig, "dense")]
 )
@@ -298,10 +307,7 @@ def test_heads_of_other_names_are_refused(
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
     config = cls(vocab_size=99, num_hidden_layers=2, **sizes, **special, sep_token_id=2)
-    network = AutoModelForCausalLM.from_config(config)
-    adapter = peft.LoraConfig(r=2, target_modules=[head], task_type="CAUSAL_LM")
-    peft.get_peft_model(network, adapter).save_pretrained(tmp_path)
-    own = AutoModelForCausalLM.from_config(config)
+    own = beside_an_adapter(config, head, tmp_path)
     with pytest.raises(ModelError, match=rf"adapts \S*{head}, which runs for single tokens only"):
         read_adapters(own, {"head": tmp_path}, "base")
 
@@ -374,10 +380,7 @@ def test_what_overflows_in_one_adapter_stays_in_its_rows() -> None:
 def test_routers_that_choose_experts_are_refused(tmp_path: Path, family: str) -> None:
     """They are linear layers whose output is a tuple: the first request ended in a TypeError."""
     config = shrink(CONFIG_MAPPING[family]())
-    adapter = peft.LoraConfig(r=2, target_modules=["router"], task_type="CAUSAL_LM")
-    network = AutoModelForCausalLM.from_config(config)
-    peft.get_peft_model(network, adapter).save_pretrained(tmp_path)
-    own = AutoModelForCausalLM.from_config(config)
+    own = beside_an_adapter(config, "router", tmp_path)
     with pytest.raises(ModelError, match=r"adapts \S*router, which is of class \w+Router"):
         read_adapters(own, {"router": tmp_path}, "base")
 
