@@ -17,14 +17,13 @@ from starlette.exceptions import HTTPException
 
 import keyhole
 from keyhole.async_llm import AsyncLLM
-from keyhole.server import completions, errors
+from keyhole.server import completions, errors, responses
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
 from keyhole.server.documents import routes as documents
 from keyhole.server.errors import ApiError
 from keyhole.server.gate import Gate
 from keyhole.server.page import routes as page
-from keyhole.server.responses import routes as responses
 from keyhole.server.settings import ServerConfig
 from keyhole.server.state import State, state_of
 from keyhole.tokenization import chat_text, encode_text

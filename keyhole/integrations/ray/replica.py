@@ -20,9 +20,8 @@ from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
 from keyhole.server.app import create_app
-from keyhole.server.responses.history import MOST_KEPT, History
 from keyhole.server.run import SWITCH_S
-from keyhole.server.state import State
+from keyhole.server.state import MOST_KEPT, History, State
 
 #: A message of the application: {"type": "http.response.start", ...} or a part of the body.
 AsgiMessage = MutableMapping[str, Any]

@@ -1,23 +1,60 @@
-"""The response: whole, or as typed events."""
+"""/v1/responses, OpenAI's newer interface for chats: a response, whole or as typed events."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from keyhole.engine.sequence import Piece, Result
 from keyhole.server.answers import usage
+from keyhole.server.chat.prompt import prepared
 from keyhole.server.chat.reply import Event, Reasoning, Reply
 from keyhole.server.chat.tool_parser import CallArguments, CallBegin
+from keyhole.server.completions import caller_of, respond
 from keyhole.server.errors import ApiError
-from keyhole.server.responses.bodies import ResponsesBody
+from keyhole.server.responses_body import ResponsesBody
+from keyhole.server.state import state_of
 
 _Documents = list[dict[str, Any]]
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create(body: ResponsesBody, request: Request) -> Response:
+    """The next response of a conversation."""
+    state = state_of(request)
+    state.asked(body.input)
+    body.check_others()
+    body.check()
+    key = caller_of(request, None)
+    messages = body.conversation(state.history.get(body.previous_response_id, key))
+    ready = await asyncio.to_thread(
+        prepared, state.tokenizer, body.chat_request(messages), state.config.tool_parser
+    )
+    params = body.sampling(None, ready.grammar, state.adapter(body.model))
+    if ready.keeps_special:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+
+    def done(name: str, reply: Reply) -> None:
+        if body.store is not False:
+            state.history.add(name, key, [*messages, reply.message()])
+
+    answer = ResponseAnswer(body.model or state.name, body, ready.reply(), done)
+    streams = state.llm.streams(
+        {"prompt_token_ids": ready.token_ids},
+        params,
+        policy=body.policy(state.llm.llm.policy),
+        caller=caller_of(request, body.user),
+    )
+    return await respond(answer, body, request, streams)
 
 
 @dataclass
@@ -59,11 +96,7 @@ class ResponseAnswer:
         return self._writer.take(self.reply.add(piece))
 
     def closing(
-        self,
-        results: Sequence[Result],
-        documents: list[dict[str, Any]] | None,
-        *,
-        wants_usage: bool,
+        self, results: Sequence[Result], documents: _Documents | None, *, wants_usage: bool
     ) -> list[dict[str, Any]]:
         """The events after the last piece, always with the usage."""
         status = _status(results[0])
