@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         documents_limit=arguments.documents_limit,
         documents_check=arguments.documents_check,
     )
-    from keyhole.server.monitoring import logs
+    from keyhole.server import logs
     from keyhole.server.run import serve
 
     def ready(address: str) -> None:

@@ -10,7 +10,8 @@
     errors.py      every error as OpenAI's error object
     gate.py        API keys, the size of bodies, an id for every request
     state.py       what requests share: engine, limits, metrics, documents
-    monitoring/    log, metrics and traces
+    logs.py        a line of the log, and a trace, for every request
+    metrics.py     /metrics for Prometheus
     run.py         runs the application with uvicorn
 
 Needs the extra `keyhole[serve]`.

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keyhole.config import bytes_text
+from keyhole.server import logs
 from keyhole.server.errors import GONE, ApiError, api_error, cut_off
-from keyhole.server.monitoring import logs
 from keyhole.server.settings import is_local
 from keyhole.server.state import State
 

@@ -18,11 +18,10 @@ from keyhole.documents.search import BM25, Retriever
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.sequence import Result
 from keyhole.errors import ConfigError, KeyholeError
+from keyhole.server import logs
 from keyhole.server.documents.queue import DocumentQueue
 from keyhole.server.errors import ApiError, draining
-from keyhole.server.monitoring import logs
-from keyhole.server.monitoring.metrics import DocumentGauges, DocumentState, Metrics
-from keyhole.server.monitoring.traces import Traces, make_provider
+from keyhole.server.metrics import DocumentGauges, DocumentState, Metrics
 from keyhole.server.settings import ServerConfig
 
 _Any = TypeVar("_Any")
@@ -130,7 +129,7 @@ class State:
     admission: Admission = field(init=False)
     metrics: Metrics = field(init=False)
     history: History = field(default_factory=History, init=False)
-    traces: Traces | None = field(init=False)
+    traces: logs.Traces | None = field(init=False)
     encoder: SentenceEncoder | None = field(init=False)
     storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -147,7 +146,7 @@ class State:
         endpoint = self.config.otlp_endpoint
         folder = self.config.embeddings
         self.encoder = None if folder is None else SentenceEncoder(folder)
-        self.traces = None if endpoint is None else Traces(make_provider(endpoint))
+        self.traces = None if endpoint is None else logs.Traces(logs.make_provider(endpoint))
 
     @property
     def documents(self) -> Documents:

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keyhole import LLM
-from keyhole.server.monitoring.metrics import BatchedHistogram
+from keyhole.server.metrics import BatchedHistogram
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 #: Names in an expression that are PromQL's own.
 _FUNCTIONS = {"sum", "rate", "increase", "histogram_quantile", "by", "le", "or", "vector"}
 

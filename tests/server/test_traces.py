@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from keyhole import LLM, ConfigError
-from keyhole.server.monitoring import traces
-from keyhole.server.monitoring.logs import RequestRecord
+from keyhole.server import logs
+from keyhole.server.logs import RequestRecord
 from tests.server.conftest import serving
 
 _BODY = {"prompt": "secret words", "max_tokens": 5, "ignore_eos": True}
@@ -27,7 +27,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     """What a server with a collector would send it."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("keyhole.server.state.make_provider", lambda _: provider)
+    monkeypatch.setattr("keyhole.server.logs.make_provider", lambda _: provider)
     yield exporter
     provider.shutdown()
 
@@ -104,9 +104,9 @@ def test_spans_reach_a_collector() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Collector) as collector:
         thread = threading.Thread(target=collector.serve_forever)
         thread.start()
-        provider = traces.make_provider(f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        provider = logs.make_provider(f"http://127.0.0.1:{collector.server_port}/v1/traces")
         record = RequestRecord("mine", "GET", "/health")
-        traces.Traces(provider).answered(record, "/health", 200, (1.0, 2.0), {})
+        logs.Traces(provider).answered(record, "/health", 200, (1.0, 2.0), {})
         assert provider.force_flush()
         provider.shutdown()
         collector.shutdown()
@@ -124,7 +124,7 @@ def test_a_server_that_ends_sends_what_is_left(
     """The process that answers HTTP ends without the clean-up that did it before."""
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
-    monkeypatch.setattr("keyhole.server.state.make_provider", lambda _: provider)
+    monkeypatch.setattr("keyhole.server.logs.make_provider", lambda _: provider)
     with serving(llm, otlp_endpoint="http://nowhere") as address:
         assert httpx2.get(f"{address}/health").status_code == 200
         assert not exporter.get_finished_spans()
@@ -133,6 +133,6 @@ def test_a_server_that_ends_sends_what_is_left(
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "find_spec", lambda _: None)
+    monkeypatch.setattr(logs, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"keyhole\[otel\]"):
-        traces.make_provider("http://127.0.0.1:1/v1/traces")
+        logs.make_provider("http://127.0.0.1:1/v1/traces")

@@ -15,7 +15,7 @@ import pytest
 
 from keyhole import LLM, ConfigError
 from keyhole.cli import serve
-from keyhole.server.monitoring import logs
+from keyhole.server import logs
 from tests.server.conftest import serving
 
 _BODY = {"prompt": "secret words", "max_tokens": 5, "ignore_eos": True, "n": 2}
