@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.engine.sequence import Piece
-from keyhole.server.chat.reasoning import ReasoningSplitter, markers_of
-from keyhole.server.chat.reply import Reply
+from keyhole.server.chat.reply import ReasoningSplitter, Reply, markers_of
 from keyhole.server.chat.tool_parser import (
     HERMES,
     LLAMA3,

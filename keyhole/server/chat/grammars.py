@@ -10,7 +10,7 @@ from typing import Any
 
 from keyhole.grammar import JSON_WHITESPACE
 from keyhole.server.chat.parameters import choices, is_text, with_definitions
-from keyhole.server.chat.reasoning import Markers
+from keyhole.server.chat.reply import Markers
 from keyhole.server.chat.tool_parser import ToolFormat
 from keyhole.server.errors import ApiError
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from keyhole.errors import RequestError
 from keyhole.server.chat.grammars import CallRules, answer_rule, constraint_of, grammar_of
-from keyhole.server.chat.reasoning import Markers, ReasoningSplitter, markers_of
-from keyhole.server.chat.reply import Reply
+from keyhole.server.chat.reply import Markers, ReasoningSplitter, Reply, markers_of
 from keyhole.server.chat.tool_parser import (
     ToolCallParser,
     ToolFormat,

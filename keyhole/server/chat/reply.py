@@ -8,17 +8,76 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keyhole.engine.sequence import Piece
-from keyhole.server.chat.reasoning import ReasoningSplitter
-from keyhole.server.chat.tool_parser import (
-    CallArguments,
-    CallBegin,
-    ToolCallParser,
-    XmlToolCallParser,
-)
+from keyhole.server.chat.tool_parser import CallArguments, CallBegin, CallParser, held_back
 
 _LETTERS = string.ascii_letters + string.digits
 #: Mistral's templates require nine letters or digits; others take any text.
 _ID_LENGTH = 9
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The markers before and after the reasoning."""
+
+    begin: str
+    end: str
+
+
+_KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))
+
+
+def markers_of(template: str) -> Markers | None:
+    """The markers of a chat template; None: it marks no reasoning."""
+    return next((markers for markers in _KNOWN if markers.end in template), None)
+
+
+class ReasoningSplitter:
+    """Splits streamed text into reasoning and answer.
+
+    is_inside: whether the text begins inside the reasoning, as the prompt ends with its marker.
+    """
+
+    def __init__(self, markers: Markers, *, is_inside: bool) -> None:
+        self._markers = markers
+        self._left = ""  # not given out yet
+        self._is_begun = is_inside
+        self.is_inside = is_inside
+        self._is_done = False
+
+    def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
+        """The new parts as (is reasoning, text); final: no more text follows."""
+        self._left += text
+        found: list[tuple[bool, str]] = []
+        if not self._is_begun:
+            self._begin(final=final)
+        if self._is_begun and self.is_inside:
+            found += self._inside(final=final)
+        if self._is_done or (self._is_begun and not self.is_inside):
+            found += self._after()
+        return found
+
+    def _begin(self, *, final: bool) -> None:
+        start, begin = self._left.lstrip(), self._markers.begin
+        if start.startswith(begin):
+            self._left, self.is_inside, self._is_begun = start[len(begin) :], True, True
+        elif final or not begin.startswith(start):
+            self._is_begun = True
+
+    def _inside(self, *, final: bool) -> list[tuple[bool, str]]:
+        text, ended, rest = self._left.partition(self._markers.end)
+        if ended:
+            self.is_inside, self._is_done, self._left = False, True, rest
+        else:
+            size = 0 if final else held_back(text, [self._markers.end])
+            text, self._left = text[: len(text) - size], text[len(text) - size :]
+        return [(True, text)] if text else []
+
+    def _after(self) -> list[tuple[bool, str]]:
+        if self._is_done:  # drop the empty lines between reasoning and answer
+            self._left = self._left.lstrip("\n")
+            self._is_done = not self._left
+        text, self._left = self._left, ""
+        return [(False, text)] if text else []
 
 
 @dataclass(frozen=True)
@@ -52,7 +111,7 @@ class Reply:
     """
 
     splitter: ReasoningSplitter | None = None
-    parser: ToolCallParser | XmlToolCallParser | None = None
+    parser: CallParser | None = None
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from keyhole.errors import UnknownNameError
 from keyhole.server.chat.parameters import is_text
-from keyhole.server.chat.reasoning import held_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,67 @@ class CallArguments:
 #: Text outside calls, or a call.
 ToolEvent = str | CallBegin | CallArguments
 
+
+def held_back(text: str, markers: Iterable[str]) -> int:
+    """Characters at the end of a text that may be the beginning of a marker."""
+    sizes = (
+        size
+        for marker in markers
+        for size in range(min(len(marker) - 1, len(text)), 0, -1)
+        if text.endswith(marker[:size])
+    )
+    return max(sizes, default=0)
+
+
+class CallParser:
+    """Parses a reply in which text and calls alternate. _state: reads what comes next."""
+
+    def __init__(self) -> None:
+        self._left = ""  # not returned yet
+        self._state: Callable[[bool], list[ToolEvent]] = self._in_text
+        self._count = 0
+
+    def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
+        """The new parts; final: no more text follows."""
+        self._left += text
+        found: list[ToolEvent] = []
+        while True:
+            state, size = self._state, len(self._left)
+            found += state(final)
+            if (self._state, len(self._left)) == (state, size):
+                return [event for event in found if event != ""]
+
+    def _in_text(self, final: bool) -> list[ToolEvent]:
+        raise AssertionError(f"{type(self).__name__} must define _in_text")
+
+    def _without_call(self, final: bool, markers: Iterable[str]) -> list[ToolEvent]:
+        """The text, without an end that may be the beginning of a marker."""
+        if final:
+            text, self._left = self._left, ""
+            return [text.rstrip() if self._count else text]
+        text = self._left[: len(self._left) - held_back(self._left, markers)]
+        shown = self._stripped(text)
+        self._left = self._left[len(shown) :]
+        return [shown]
+
+    def _as_text(self, text: str) -> list[ToolEvent]:
+        """Returns the first character of what turned out not to be a call, and the rest is read as
+        text: calls in it are found, whether or not they have arrived already.
+        """
+        self._left, self._state = text[1:], self._in_text
+        return [text[:1]]
+
+    def _begun(self, name: str) -> CallBegin:
+        self._count += 1
+        return CallBegin(self._count - 1, name)
+
+    def _stripped(self, text: str) -> str:
+        """Text before a call without the empty lines at its end, which belong to neither; after a
+        call without any white space there.
+        """
+        return text.rstrip() if self._count else text.rstrip("\n")
+
+
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -89,47 +149,36 @@ _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\
 _BETWEEN = " \t\n\r,;[]"
 
 
-class ToolCallParser:
-    """Parses a reply in one format. names: of the tools; a call of any other name is text."""
+class ToolCallParser(CallParser):
+    """For the formats with JSON. names: of the tools; a call of any other name is text."""
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
+        super().__init__()
         self._format, self._names = tool_format, names
-        self._left = ""  # not returned yet
-        self._state = "begin" if tool_format.is_bare else "text"
-        self._count = 0
         self._scan = _JsonScan()
+        if tool_format.is_bare:
+            self._state = self._at_begin
 
     def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
         """The new parts; final: no more text follows."""
-        self._left += text
-        found: list[ToolEvent] = []
-        while True:
-            state, size = self._state, len(self._left)
-            found += _STATES[state](self, final)
-            if (self._state, len(self._left)) == (state, size):
-                break
-        if final and self._left.strip(_BETWEEN) and self._state == "call":
+        found = super().feed(text, final=final)
+        if final and self._left.strip(_BETWEEN) and self._state == self._at_call:
             found.append(self._left)
-        return [event for event in found if event != ""]
+        return found
 
     def _at_begin(self, final: bool) -> list[ToolEvent]:
         """For a format without markers, the first character decides."""
         start = self._left.lstrip()
         if start or final:
-            self._state = "call" if start.startswith("{") else "text"
+            self._state = self._at_call if start.startswith("{") else self._in_text
         return []
 
     def _in_text(self, final: bool) -> list[ToolEvent]:
         text, begun, rest = self._left.partition(self._format.begin)
         if begun:
-            self._state, self._left = "call", rest
-            return [_stripped(text, self._count)]
-        if final:
-            self._left = ""
-            return [text.rstrip() if self._count else text]
-        shown = _stripped(text[: len(text) - held_back(text, [self._format.begin])], self._count)
-        self._left = text[len(shown) :]
-        return [shown]
+            self._state, self._left = self._at_call, rest
+            return [self._stripped(text)]
+        return self._without_call(final, [self._format.begin])
 
     def _at_call(self, final: bool) -> list[ToolEvent]:
         """Before a call, between two, or after the last one."""
@@ -163,38 +212,30 @@ class ToolCallParser:
         """After a call: its end marker, or text."""
         end = self._format.end
         if end and start.startswith(end):
-            self._left, self._state = start[len(end) :], "text"
+            self._left, self._state = start[len(end) :], self._in_text
         elif start and (final or not end.startswith(start)):
             return self._as_text(start)
         return []
 
-    def _as_text(self, text: str) -> list[ToolEvent]:
-        """Returns the first character of what turned out not to be a call, and the rest is read as
-        text: calls in it are found, whether or not they have arrived already.
-        """
-        self._left, self._state = text[1:], "text"
-        return [text[:1]]
-
     def _begin(self, name: str, rest: str, *, raw: str) -> list[ToolEvent]:
         if name not in self._names:
             return self._as_text(raw)
-        self._left, self._state, self._scan = rest, "arguments", _JsonScan()
-        self._count += 1
-        return [CallBegin(self._count - 1, name)]
+        self._left, self._state, self._scan = rest, self._in_arguments, _JsonScan()
+        return [self._begun(name)]
 
     def _in_arguments(self, _: bool) -> list[ToolEvent]:
         end = self._scan.end_of(self._left)
         text = self._left if end is None else self._left[:end]
         self._left = self._left[len(text) :]
         if end is not None:
-            self._state = "call" if self._format.is_named else "close"
+            self._state = self._at_call if self._format.is_named else self._at_close
         return [CallArguments(self._count - 1, text)] if text else []
 
     def _at_close(self, _: bool) -> list[ToolEvent]:
         """The closing brace of the object with name and arguments."""
         start = self._left.lstrip()
         if start:
-            self._left, self._state = start.removeprefix("}"), "call"
+            self._left, self._state = start.removeprefix("}"), self._at_call
         return []
 
     def _whole(self, text: str, rest: str) -> list[ToolEvent]:
@@ -208,25 +249,8 @@ class ToolCallParser:
             return self._as_text(text + rest)
         given = call.get("arguments", call.get("parameters", {}))
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        self._left, self._state = rest, "call"
-        self._count += 1
-        return [CallBegin(self._count - 1, name), CallArguments(self._count - 1, arguments)]
-
-
-_STATES = {
-    "begin": ToolCallParser._at_begin,
-    "text": ToolCallParser._in_text,
-    "call": ToolCallParser._at_call,
-    "arguments": ToolCallParser._in_arguments,
-    "close": ToolCallParser._at_close,
-}
-
-
-def _stripped(text: str, calls: int) -> str:
-    """Text before a call without the empty lines at its end, which belong to neither; after a call
-    without any white space there.
-    """
-    return text.rstrip() if calls else text.rstrip("\n")
+        self._left, self._state = rest, self._at_call
+        return [self._begun(name), CallArguments(self._count - 1, arguments)]
 
 
 class _JsonScan:
@@ -267,8 +291,8 @@ _END = "</function>"
 _AS_PYTHON = {"true": "true", "false": "false", "none": "null"}
 
 
-class XmlToolCallParser:
-    """As `ToolCallParser`, for the XML elements of Qwen3-Coder.
+class XmlToolCallParser(CallParser):
+    """For the XML elements of Qwen3-Coder.
 
         <tool_call>
         <function=weather>
@@ -282,35 +306,18 @@ class XmlToolCallParser:
     """
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
         self._functions = functions
-        self._left = ""  # not returned yet
-        self._state: Callable[[bool], list[ToolEvent]] = self._in_text
         self._schema: Mapping[str, Any] = {}  # of the parameters of the current call
-        self._count = self._given = 0
-
-    def feed(self, text: str, *, final: bool = False) -> list[ToolEvent]:
-        """The new parts; final: no more text follows."""
-        self._left += text
-        found: list[ToolEvent] = []
-        while True:
-            state, size = self._state, len(self._left)
-            found += state(final)
-            if (self._state, len(self._left)) == (state, size):
-                return [event for event in found if event != ""]
+        self._given = 0
 
     def _in_text(self, final: bool) -> list[ToolEvent]:
         begun = _START.search(self._left)
-        if begun is not None:
-            text, self._left = self._left[: begun.start()], self._left[begun.start() :]
-            self._state = self._between
-            return [_stripped(text, self._count)]
-        if final:
-            text, self._left = self._left, ""
-            return [text.rstrip() if self._count else text]
-        size = held_back(self._left, _MARKERS)
-        text = _stripped(self._left[: len(self._left) - size], self._count)
-        self._left = self._left[len(text) :]
-        return [text]
+        if begun is None:
+            return self._without_call(final, _MARKERS)
+        text, self._left = self._left[: begun.start()], self._left[begun.start() :]
+        self._state = self._between
+        return [self._stripped(text)]
 
     def _between(self, final: bool) -> list[ToolEvent]:
         """Before a call, between two, or after the last one."""
@@ -320,14 +327,11 @@ class XmlToolCallParser:
         if found is not None and found[1] in self._functions:
             self._left, self._state, self._given = rest[found.end() :], self._in_call, 0
             self._schema = self._functions[found[1]]
-            self._count += 1
-            return [CallBegin(self._count - 1, found[1])]
+            return [self._begun(found[1])]
         is_name = rest.startswith("<function=") and not {">", "\n"} & set(rest)
         if not rest or (not final and (is_name or any(m.startswith(rest) for m in _MARKS))):
             return []
-        # The rest is read as text: calls in it are found, whether or not they have arrived already.
-        self._left, self._state = rest[1:], self._in_text
-        return [rest[:1]]
+        return self._as_text(rest)
 
     def _in_call(self, _: bool) -> list[ToolEvent]:
         start = self._left.lstrip()
