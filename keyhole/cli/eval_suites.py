@@ -79,13 +79,9 @@ def run_attention(arguments: argparse.Namespace) -> int:
     comparisons.require_scipy()
     file = output_file(arguments)
     model = flags.load_model(arguments)
-    import torch
-
-    from keyhole.engine.allocation import free_memory
-    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.attention.suite import AttentionGrid, AttentionSuite
     from keyhole.eval.methods import Budget
-    from keyhole.eval.suite import terms_of
+    from keyhole.eval.suite import shared_prompts, terms_of
 
     grid = AttentionGrid(
         windows=_windows(model, settings, flags.has_bundled_vocabulary(arguments.model)),
@@ -97,7 +93,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
         # Prompts that are no longer needed must not count as memory in use.
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
-    copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
+    copies = shared_prompts(settings)
     with resumable(arguments.output):
         outcome = AttentionSuite(model, grid, file, header("attention", model), copies).run()
     if arguments.json:
@@ -222,10 +218,6 @@ def run_paper(arguments: argparse.Namespace) -> int:
 def _paper_suite(
     model: Model, given: dict[str, Any], file: LineFile, about: Header, bundled: bool
 ) -> PaperSuite:
-    import torch
-
-    from keyhole.engine.allocation import free_memory
-    from keyhole.engine.shared_prompt_cache import SharedPromptCache
     from keyhole.eval.paper.documents import DocumentGrid
     from keyhole.eval.paper.suite import (
         PaperGrid,
@@ -235,7 +227,7 @@ def _paper_suite(
         document_places,
         fitting_lengths,
     )
-    from keyhole.eval.suite import make_workloads, terms_of
+    from keyhole.eval.suite import make_workloads, shared_prompts, terms_of
     from keyhole.eval.tasks import answered, parse
 
     own = {"lengths": default_lengths(model), "policies": default_policies(model)}
@@ -273,5 +265,4 @@ def _paper_suite(
         samples=settings.limit,
         first_seed=settings.first_seed,
     )
-    limit = settings.prompt_memory or free_memory(torch.device("cpu")) // 4
-    return PaperSuite(model, grid, documents, file, about, SharedPromptCache(limit))
+    return PaperSuite(model, grid, documents, file, about, shared_prompts(settings))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ from keyhole.errors import ConfigError
 from keyhole.eval.line_file import EvalTable, Line
 from keyhole.eval.methods import CONTROL, CONTROLS, FULL
 from keyhole.eval.settings import FORCED
-from keyhole.eval.tasks import changed_settings, task_name
+from keyhole.eval.tasks import changed_settings
+from keyhole.registry import written
 
 #: Standard normal quantile of a 95 % interval.
 _Z = 1.96
@@ -72,7 +74,7 @@ def gain(scores: Sequence[float], other: Sequence[float]) -> Gain:
     else:
         low, high = _bootstrap(np.subtract(scores, other))
     return Gain(
-        points=math.fsum(scores) / len(scores) - math.fsum(other) / len(other),
+        points=statistics.fmean(scores) - statistics.fmean(other),
         low=low,
         high=high,
         p=p_value(better, worse),
@@ -256,10 +258,10 @@ def _compared(group: Mapping[str, Line]) -> Comparison:
     controls = {n: line for n, line in group.items() if n not in (METHOD, FULL.name)}
     return Comparison(
         samples=len(own),
-        score=_mean(own),
+        score=statistics.fmean(own),
         interval=wilson_of(own),
-        full=_mean(group[FULL.name]["scores"]) if FULL.name in group else None,
-        controls={name: _mean(line["scores"]) for name, line in controls.items()},
+        full=statistics.fmean(group[FULL.name]["scores"]) if FULL.name in group else None,
+        controls={name: statistics.fmean(line["scores"]) for name, line in controls.items()},
         gains={name: gain(own, line["scores"]) for name, line in controls.items()},
         lines=controls,
     )
@@ -287,10 +289,6 @@ def _place(line: Line) -> str:
 
 def _key(line: Line) -> str:
     return json.dumps([_place(line), line.get("policy"), line.get("settings")], sort_keys=True)
-
-
-def _mean(scores: Sequence[float]) -> float:
-    return math.fsum(scores) / len(scores)
 
 
 Text = Callable[[Line], str]
@@ -371,7 +369,7 @@ def field_text(name: str, text: Callable[[Any], str]) -> Text:
 def _task(line: Line) -> str:
     """The name with the changed settings: passkey:depth=0.5."""
     task = line["task"]
-    return task_name(task, () if task in FORCED else changed_settings(task, line["task_settings"]))
+    return written(task, () if task in FORCED else changed_settings(task, line["task_settings"]))
 
 
 def _score(line: Line) -> str:

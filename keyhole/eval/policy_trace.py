@@ -31,7 +31,6 @@ from keyhole.eval.workload import MakeEngine, Shown, serve
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 

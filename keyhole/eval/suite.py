@@ -353,7 +353,7 @@ def evaluate(
     config = EngineConfig(max_batch=settings.batch, prefix_cache=False, kv_dtype=settings.kv_dtype)
     if settings.dense_layers is not None:
         check_dense(settings.dense_layers, model.geometry(config.page_size))
-    copies = SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
+    copies = shared_prompts(settings)
     grid = EvalGrid(
         workloads=make_workloads(tasks, settings.text, model, settings.first_seed),
         lengths=settings.lengths,
@@ -370,6 +370,11 @@ def evaluate(
         terms = _tuned(model, settings, tasks, grid, file, header, copies)
         grid = dataclasses.replace(grid, terms=terms)
     return Evaluation(model, grid, file, header, copies).run()
+
+
+def shared_prompts(settings: EvalSettings) -> SharedPromptCache:
+    """For prompts that are computed once for all policies."""
+    return SharedPromptCache(settings.prompt_memory or free_memory(torch.device("cpu")) // 4)
 
 
 def terms_of(settings: EvalSettings) -> Terms:

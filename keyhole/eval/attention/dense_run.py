@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from keyhole.models.model import Model
 from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
 from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def mass_kept(weights: Tensor, tokens: Tensor) -> Tensor:
@@ -149,7 +146,7 @@ class Retained:
 
 
 #: Called for every full-attention layer of a decode step, with its number and queries [B, Hq, D].
-LayerObserver = Callable[[int, "Tensor", Step], None]
+LayerObserver = Callable[[int, Tensor, Step], None]
 
 
 @dataclass(eq=False)

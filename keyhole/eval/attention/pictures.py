@@ -156,7 +156,7 @@ def _overlaps(figure: Any, place: AttentionSetting) -> None:
             if weights == TRAINED:
                 newest = sum(found["newest"]) / len(found["newest"])
                 near.axhline(newest, color=INK, linestyle="--", linewidth=1)
-                _recency(later, kind, place)
+                _recency(later, place)
                 for axis in (near, later):
                     axis.axhline(found["chance"], color=INK, linestyle=":", linewidth=1)
         for axis in (near, later):
@@ -184,12 +184,11 @@ def _overlaps(figure: Any, place: AttentionSetting) -> None:
     )
 
 
-def _recency(axis: Any, kind: str, place: AttentionSetting) -> None:
+def _recency(axis: Any, place: AttentionSetting) -> None:
     """How much of a window of the newest tokens is in the same window some steps later."""
     assert place.budget is not None
-    budget = place.budget
     steps = range(1, 65)
-    shares = [max(0.0, 1 - step / budget) for step in steps]
+    shares = [max(0.0, 1 - step / place.budget) for step in steps]
     axis.plot(steps, shares, color=INK, linestyle="--", linewidth=1)
 
 

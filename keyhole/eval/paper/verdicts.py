@@ -28,9 +28,9 @@ any document: where that is as good, the documents were not needed.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any, Generic, TypeVar
 
 from keyhole.eval.comparisons import METHOD, RECENT, ROUNDING, TELLING, gain, paired, wilson
@@ -56,7 +56,7 @@ class Scores:
     @property
     def can_tell(self) -> bool:
         """Whether the control is so far below the reference that there is something to gain."""
-        return _mean(self.reference) - _mean(self.control) > TELLING + ROUNDING
+        return fmean(self.reference) - fmean(self.control) > TELLING + ROUNDING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ def _verdict(
     control: str,
 ) -> tuple[str, str]:
     if gained is None:
-        best = max(_mean(place.reference) for place in places)
+        best = max(fmean(place.reference) for place in places)
         if best <= TELLING:
             return (
                 CANNOT_TELL,
@@ -204,10 +204,6 @@ def _interval(scores: Sequence[float], others: Sequence[float]) -> Interval:
         high=min(1.0, max(found.high, found.points + unseen)),
         samples=found.samples,
     )
-
-
-def _mean(scores: Sequence[float]) -> float:
-    return sum(scores) / len(scores)
 
 
 POLICY_REFERENCE, POLICY_CONTROL = "full attention", "recency"
@@ -308,8 +304,8 @@ def _tried(text: str, lines: Sequence[Line]) -> Tried:
     return Tried(
         text=text,
         line=there[0],
-        bytes_per_step=statistics.fmean(line["bytes_per_step"] or 0.0 for line in there),
-        read_share=statistics.fmean(line["read_share"] or 0.0 for line in there),
+        bytes_per_step=fmean(line["bytes_per_step"] or 0.0 for line in there),
+        read_share=fmean(line["read_share"] or 0.0 for line in there),
     )
 
 
@@ -381,7 +377,7 @@ def _result(name: str, questions: Sequence[_Question]) -> ReuseResult:
         over_plain = difference(beside) if beside else None
 
     def mean(field: str) -> float:
-        return statistics.fmean(row[field] for row in rows)
+        return fmean(row[field] for row in rows)
 
     times = [row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]
     return ReuseResult(
@@ -392,7 +388,7 @@ def _result(name: str, questions: Sequence[_Question]) -> ReuseResult:
         exact=mean("exact"),
         sequence_ratio=mean("sequence_ratio"),
         recompute_ratio=mean("recompute_ratio"),
-        ttft_ms=statistics.median(times) if times else 0.0,
+        ttft_ms=median(times) if times else 0.0,
         judged=judged,
         over_plain=over_plain,
     )

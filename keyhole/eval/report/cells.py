@@ -28,7 +28,8 @@ from keyhole.eval.line_file import GATE, QUESTIONS, Line
 from keyhole.eval.methods import CONTROL, TERMS
 from keyhole.eval.report.plot_style import NOTHING
 from keyhole.eval.settings import FORCED
-from keyhole.eval.tasks import ChangedSettings, changed_settings, task_name
+from keyhole.eval.tasks import ChangedSettings, changed_settings
+from keyhole.registry import written
 
 UNNAMED = "unnamed"
 #: Settings that are shown in the column of the budget.
@@ -190,8 +191,7 @@ def place_name(at: EvalSetting, among: Iterable[EvalSetting]) -> str:
         for pair in at.settings
         if at.task not in FORCED or any(pair not in settings for settings in of_task)
     ]
-    name = task_name(at.task, shown)
-    parts = [name, *([f"{at.length:,} tokens"] if at.length else [])]
+    parts = [written(at.task, shown), *([f"{at.length:,} tokens"] if at.length else [])]
     if len({other.setup for other in others}) > 1:
         parts.append(SETUPS.get(at.setup, (at.setup,))[0])
     if len({other.terms for other in others}) > 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keyhole import registry
@@ -28,7 +28,7 @@ from keyhole.eval.tasks.bundled_model import TINY_DOCUMENTS, TINY_ITEMS, TINY_NE
 from keyhole.eval.tasks.question_answering import MULTI_DOCUMENT, QA
 from keyhole.eval.tasks.retrieval import KEY_VALUE, NIAH, PASSKEY
 from keyhole.eval.tasks.tracing import DERIVATIONS, VT
-from keyhole.registry import Spec, written
+from keyhole.registry import Spec
 
 _RULER = (*NIAH, VT, CWE, FWE, *QA)
 _OTHERS = (KEY_VALUE, PASSKEY, *DERIVATIONS, *MULTI_DOCUMENT)
@@ -145,11 +145,6 @@ def changed_settings(task: str, settings: Mapping[str, Any]) -> ChangedSettings:
         for name, value in settings.items()
         if value is not None and value != usual.get(name)
     )
-
-
-def task_name(task: str, settings: Iterable[tuple[str, str]]) -> str:
-    """The name with these settings."""
-    return written(task, settings)
 
 
 def _text(value: object) -> str:

@@ -15,7 +15,6 @@ from keyhole.eval.tasks.base import (
     Written,
     fitted,
     room_for,
-    string_match_all,
 )
 from keyhole.eval.tasks.materials import NOUNS, Stream, unique, vocabulary
 
@@ -79,10 +78,6 @@ class CommonWords(Task):
 
         most = len(NOUNS) * (len(NOUNS) - 1)
         return fitted(self.name, length, seed, count, write, least=2 * _COMMON, most=most)
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """Share of the common words that were named."""
-        return string_match_all(sample.answers, generated)
 
 
 def _list(words: Stream[str], rng: Random, size: int, often: int, seldom: int) -> _WordList:
@@ -157,10 +152,6 @@ class FrequentWords(Task):
             )
 
         return fitted(self.name, length, seed, count, write, least=_LEAST)
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """Share of the three words that were named."""
-        return string_match_all(sample.answers, generated)
 
 
 def _coded(words: Sequence[str], size: int) -> list[str]:

@@ -91,9 +91,11 @@ class Task(ABC):
         that is too short for the task.
         """
 
-    @abstractmethod
     def score(self, sample: Sample, generated: str) -> float:
-        """The score of the generated text, from 0 (wrong) to 1 (right)."""
+        """The score of the generated text, from 0 (wrong) to 1 (right): the share of the answers
+        that it contains, unless the task has a score of its own.
+        """
+        return string_match_all(sample.answers, generated)
 
     def random(self, length: int, seed: int, what: str = "") -> Random:
         """The random numbers of a sample, independent of settings such as a depth.

@@ -17,7 +17,6 @@ from keyhole.eval.tasks.base import (
     fitted,
     require_depth,
     room_for,
-    string_match_all,
 )
 from keyhole.eval.tasks.materials import (
     NOISE,
@@ -104,10 +103,6 @@ class Niah(Task):
             )
 
         return fitted(self.name, length, seed, count, write, least=len(needles))
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """Share of the values that were found."""
-        return string_match_all(sample.answers, generated)
 
     def _places(self, rng: Random, many: int) -> list[float]:
         if self.haystack == "prose":
@@ -252,10 +247,6 @@ class KeyValue(Task):
             )
 
         return fitted(self.name, length, seed, count, write)
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """1 if the value was written, else 0."""
-        return string_match_all(sample.answers, generated)
 
 
 KEY_VALUE = KeyValue(name="key_value")

@@ -17,7 +17,6 @@ from keyhole.eval.tasks.base import (
     room_for,
     room_for_steps,
     share_before_first_error,
-    string_match_all,
 )
 from keyhole.eval.tasks.materials import NOISE, name, unique, with_needles
 from keyhole.eval.tiny_language.tasks import Program, derive, walk
@@ -93,10 +92,6 @@ class VariableTracking(Task):
             )
 
         return fitted(self.name, length, seed, count, write, least=len(chain.variables))
-
-    def score(self, sample: Sample, generated: str) -> float:
-        """Share of the variables that were named."""
-        return string_match_all(sample.answers, generated)
 
 
 def _example(rng: Random, count: CountTokens) -> str:
