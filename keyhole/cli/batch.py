@@ -48,12 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     done = run_batch(
         arguments.input,
         arguments.output,
-        lambda: flags.make_llm(
-            arguments,
-            documents=arguments.documents,
-            documents_limit=arguments.documents_limit,
-            documents_check=arguments.documents_check,
-        ),
+        lambda: flags.make_llm(arguments),
         shard=Shard.parse(arguments.shard),
         settings=settings,
     )

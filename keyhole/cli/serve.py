@@ -45,12 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     keys = (*settings.get("api_key", ()), *_keys(arguments.api_key_file))
     config = ServerConfig(**{**settings, "api_key": keys})
     flags.require_server("serve")
-    llm = flags.make_llm(
-        arguments,
-        documents=arguments.documents,
-        documents_limit=arguments.documents_limit,
-        documents_check=arguments.documents_check,
-    )
+    llm = flags.make_llm(arguments)
     from keyhole.server import logs
     from keyhole.server.run import serve
 

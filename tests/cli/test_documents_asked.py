@@ -295,3 +295,12 @@ def test_only_pictures_need_matplotlib(
     assert 'pip install "keyhole[plot]"' in ran.err
     ran = stored("show", "handbook", "--output", str(tmp_path / "x.png"))
     assert 'pip install "keyhole[plot]"' in ran.err
+
+
+def test_a_settings_file_for_another_depth_is_refused(stored: Documented, tmp_path: Path) -> None:
+    """`documents ask` took it, while `generate` and `LLM` refused it."""
+    path = tmp_path / "found.json"
+    registry.SettingsFile(policy="delta", settings={}, num_layers=9).save(path)
+    ran = stored("ask", "Which lamp?", "--documents", "faq", "--policy", str(path))
+    assert ran.status == 2
+    assert "is for a model of 9 layers" in ran.err

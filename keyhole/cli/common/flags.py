@@ -8,7 +8,7 @@ import filecmp
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +161,10 @@ def add_check(parser: argparse._ActionsContainer, flag: str) -> None:
     parser.add_argument(flag, default="open", choices=_CHECKS, metavar="WHAT", help=_CHECK_HELP)
 
 
+#: What `add_documents` adds, by the names of LLM's arguments.
+_DOCUMENTS = ("documents", "documents_limit", "documents_check")
+
+
 def add_documents(parser: argparse.ArgumentParser) -> None:
     """--documents, and the other flags of a document store that a command opens."""
     group = parser.add_argument_group("documents")
@@ -252,21 +256,24 @@ def require_server(command: str) -> None:
         raise ConfigError(f"keyhole {command} needs more packages: pip install 'keyhole[serve]'")
 
 
-def make_llm(arguments: argparse.Namespace, **more: Any) -> LLM:
+def make_llm(arguments: argparse.Namespace, store: Mapping[str, Any] | None = None) -> LLM:
     """The model, policy and engine that the arguments describe; settings are checked first.
 
-    more: other arguments of `LLM`.
+    store: arguments of `LLM` for its documents; None: those of `add_documents`.
     """
-    policy = make_policy(arguments.policy)
+    named = getattr(arguments, "policy", None)
+    policy = make_policy(named)
     settings = settings_of(arguments, EngineConfig)
     config = EngineConfig(**settings)  # checks them before the model is loaded
     if config.prefill_policy is not None:
         make_prefill_policy(config.prefill_policy)
     model = load_model(arguments)
-    require_depth(arguments.policy, model.geometry(EngineConfig.page_size).num_layers)
+    require_depth(named, model.geometry(EngineConfig.page_size).num_layers)
     from keyhole.llm import LLM
 
-    return LLM(model, policy=policy, **settings, **more)
+    if store is None:
+        store = {name: value for name, value in vars(arguments).items() if name in _DOCUMENTS}
+    return LLM(model, policy=policy, **settings, **store)
 
 
 def quiet() -> None:

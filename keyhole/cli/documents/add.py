@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keyhole.cli.common import flags, terminal
-from keyhole.cli.documents.manage import about, add_limit, add_store, open_llm, sentence
-from keyhole.config import EngineConfig, is_count, require
+from keyhole.cli.common import terminal
+from keyhole.cli.documents.manage import about, add_encoding, open_llm, sentence
+from keyhole.config import is_count, require
 from keyhole.documents.source import BLOCK_SIZE
 from keyhole.errors import ConfigError
 
@@ -118,14 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per block, the unit that methods select",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_store(parser)
-    add_limit(parser)
-    flags.add_model(parser)
-    flags.add_adapters(parser)
-    parser.add_argument(
-        "--adapter", metavar="NAME", help="encode for questions with this LoRA adapter"
-    )
-    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
+    add_encoding(parser, adapter="encode for questions with this LoRA adapter")
 
 
 def run(arguments: argparse.Namespace) -> int:

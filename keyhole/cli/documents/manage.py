@@ -14,7 +14,6 @@ from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig, bytes_text, parse_bytes
 from keyhole.documents.source import default_place, local_folder
 from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
-from keyhole.policies import make_policy
 
 if TYPE_CHECKING:
     from keyhole.documents.store import DocumentInfo, DocumentStore, Problem
@@ -44,37 +43,30 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_limit(parser: argparse.ArgumentParser) -> None:
-    """--limit."""
+def add_encoding(parser: argparse.ArgumentParser, adapter: str) -> None:
+    """The flags of an action that encodes: store, model and memory. adapter: help of --adapter."""
+    add_store(parser)
     parser.add_argument(
         "--limit",
         metavar="SIZE",
         help="largest size of the store, such as 20GiB; least recently used records are evicted, "
         "except pinned ones; default: no limit",
     )
+    flags.add_model(parser)
+    flags.add_adapters(parser)
+    parser.add_argument("--adapter", metavar="NAME", help=adapter)
+    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
 
 
 def open_llm(arguments: argparse.Namespace) -> LLM:
-    """The model and engine that the arguments describe, with its documents.
-
-    Settings are checked before the model is loaded.
-    """
-    policy = make_policy(arguments.policy) if "policy" in arguments else None
-    settings = flags.settings_of(arguments, EngineConfig)
-    EngineConfig(**settings)  # checks them before the model is loaded
+    """The model and engine that the arguments describe, with its documents."""
     limit = getattr(arguments, "limit", None)
-    limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    model = flags.load_model(arguments)
-    from keyhole.llm import LLM
-
-    return LLM(
-        model,
-        policy,
-        documents=arguments.store,
-        documents_limit=limit_bytes,
-        documents_check=getattr(arguments, "check", "open"),
-        **settings,
-    )
+    store = {
+        "documents": arguments.store,
+        "documents_limit": None if limit is None else parse_bytes(limit, "--limit"),
+        "documents_check": getattr(arguments, "check", "open"),
+    }
+    return flags.make_llm(arguments, store)
 
 
 def open_store(arguments: argparse.Namespace) -> DocumentStore:
@@ -221,14 +213,7 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repair", action="store_true", help="encode damaged records again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_store(parser)
-    add_limit(parser)
-    flags.add_model(parser)
-    flags.add_adapters(parser)
-    parser.add_argument(
-        "--adapter", metavar="NAME", help="check what questions with this LoRA adapter need"
-    )
-    flags.add_settings(parser, EngineConfig, "engine", ("memory", "kv_dtype"))
+    add_encoding(parser, adapter="check what questions with this LoRA adapter need")
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:
