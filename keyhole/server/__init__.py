@@ -12,7 +12,9 @@
     state.py       what requests share: engine, limits, metrics, documents
     logs.py        a line of the log, and a trace, for every request
     metrics.py     /metrics for Prometheus
-    run.py         runs the application with uvicorn
+    page/          the page at /
+    run.py         runs the application with uvicorn, in two processes (two_processes.py)
+    settings.py    address, access and limits
 
 Needs the extra `keyhole[serve]`.
 """

@@ -53,7 +53,7 @@ class QuestionAnswering(Task):
 
     The needed documents are at random places among as many others as fit. RULER (COLM 2024),
     section 3.4, takes paragraphs of SQuAD and HotpotQA; nothing may be downloaded here, so articles
-    are made up (`articles.py`), unless `data` names the user's own file of one of the two. 32 new
+    are made up (`materials.py`), unless `data` names the user's own file of one of the two. 32 new
     tokens, scored by string_match_part.
 
     Differences: templates are reworded. With a file, sample `seed` asks question `seed` modulo

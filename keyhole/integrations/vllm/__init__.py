@@ -10,8 +10,8 @@ vLLM calls `start.register` in each of its processes, by the entry point in the 
     settings     the plugin's settings, from `additional_config` or the environment
     page_policy  policies in a form that vLLM can run: they select whole pages
     start        checks an engine's configuration before it starts, chooses the attention backend
-    step_rows    the decode tokens of a step as rows, from vLLM's metadata
-    tables       page tables and lengths with which vLLM reads only the selected pages
+    step_rows    the decode tokens of a step as rows, from vLLM's metadata, and page tables with
+                 which vLLM reads only the selected pages
     adapter      calls a policy's hooks for the layers of a step
     backend      metadata builder and attention of a layer, around vLLM's own
     cpu, cuda    the same for vLLM's CPU and CUDA backends

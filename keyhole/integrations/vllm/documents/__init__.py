@@ -9,4 +9,6 @@ requests   checks a request and finds its documents in the prompt, in the fronte
 connector  vLLM's interface: which tokens are loaded when, in the scheduler and in a worker
 loader     writes stored keys and values into vLLM's pages, in a thread of a worker
 forward    computes tokens in the middle of a prompt, by vLLM's model
+choice     SamKV's choice: which pages each layer reads of a prompt's documents
+layout     where a layer stores the tokens of a prompt in the request's pages
 """
