@@ -13,7 +13,9 @@ import argparse
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig
 from keyhole.policies import make_policy
-from keyhole.server.settings import BATCH_SETTINGS, ServerConfig
+from keyhole.server.settings import ServerConfig
+
+_SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
-    flags.add_settings(parser, ServerConfig, "server", only=BATCH_SETTINGS)
+    flags.add_settings(parser, ServerConfig, "server", only=_SERVER)
     flags.add_documents(parser)
 
 
