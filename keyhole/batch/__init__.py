@@ -1,7 +1,6 @@
 """Files of requests in OpenAI's batch format, each line answered exactly once: `keyhole batch`.
 
-    lines.py    lines of the input: their ids, checks, shards
-    output.py   the output file: reads it, repairs its end, appends to it
+    files.py    lines of the input: their ids, checks, shards; the output, which is only appended to
     answer.py   sends lines to the server's application, several at a time
     run.py      runs a whole file
 

@@ -19,12 +19,9 @@ from keyhole.server.settings import ServerConfig
 #: own.
 _NO_LIMIT = 2**62
 
-SETTINGS = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
-"""The settings of the server that a batch also has."""
-
 
 def batch_app(llm: AsyncLLM, settings: dict[str, Any]) -> FastAPI:
-    """The server's application without its limits; settings: values for some of SETTINGS."""
+    """The server's application without its limits; settings: values for some of BATCH_SETTINGS."""
     config = ServerConfig(**settings, max_queue=_NO_LIMIT, max_body=_NO_LIMIT, page=False)
     return create_app(llm, config)
 

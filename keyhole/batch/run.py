@@ -41,7 +41,7 @@ def run_batch(
 ) -> BatchOutcome:
     """Answers every line of `source` that has no answer in `output` yet.
 
-    make_llm: called if there is such a line. settings: values for some of `answer.SETTINGS`. If
+    make_llm: called if there is such a line. settings: values for some of `BATCH_SETTINGS`. If
     stderr is a terminal, it shows a progress bar.
 
     ConfigError for files that cannot be read or written, and for an output with answers to other

@@ -13,9 +13,7 @@ import argparse
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig
 from keyhole.policies import make_policy
-from keyhole.server.settings import ServerConfig
-
-_SERVER = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
+from keyhole.server.settings import BATCH_SETTINGS, ServerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_adapters(parser)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")
-    flags.add_settings(parser, ServerConfig, "server", only=_SERVER)
+    flags.add_settings(parser, ServerConfig, "server", only=BATCH_SETTINGS)
     flags.add_documents(parser)
 
 

@@ -10,6 +10,8 @@ from keyhole.errors import ConfigError
 from keyhole.server.chat.tool_parser import FORMATS
 
 LOG_FORMATS = ("text", "json")
+#: The settings that a batch has, too.
+BATCH_SETTINGS = ("served_model_name", "tool_parser", "max_completions", "timeout", "embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)

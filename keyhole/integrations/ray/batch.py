@@ -26,7 +26,7 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from keyhole.async_llm import AsyncLLM
-from keyhole.batch.answer import SETTINGS, answers, batch_app
+from keyhole.batch.answer import answers, batch_app
 from keyhole.batch.files import (
     REPEATED,
     BatchLine,
@@ -42,6 +42,7 @@ from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.replica import make_llm
 from keyhole.integrations.ray.settings import RaySettings, read_settings
 from keyhole.integrations.ray.start import check_model
+from keyhole.server.settings import BATCH_SETTINGS
 
 #: Lines of a part: the work lost when an actor fails, and many times the requests of a step.
 PART_LINES = 256
@@ -207,7 +208,7 @@ class PartWorker:
         self._source = source
         self._folder = BatchFolder(output)
         llm = make_llm(settings)
-        server = {name: value for name, value in settings.server.items() if name in SETTINGS}
+        server = {name: value for name, value in settings.server.items() if name in BATCH_SETTINGS}
         self._app = batch_app(AsyncLLM(llm), server)
         # Twice the batch, so that a request is already waiting when another one ends.
         self._at_once = 2 * llm.engine.config.max_batch
