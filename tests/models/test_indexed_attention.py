@@ -21,7 +21,7 @@ from keyhole.exactness_gate import measure
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import adopt
 from keyhole.models.modules import indexed_attention, indexer
-from keyhole.models.shrink import build, random_model, shrink
+from keyhole.models.shrink import random_model, shrink
 from tests.effort import examples
 from tests.engine.pair import Pair
 from tests.models import compared
@@ -181,7 +181,7 @@ def test_what_an_indexer_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
         pass
     network.save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="no layer can be offloaded"):
-        checkpoint.read(tmp_path / "model", build=build)
+        checkpoint.read(tmp_path / "model")
 
 
 def test_other_indexers_are_refused_with_their_reason() -> None:

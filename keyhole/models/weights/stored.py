@@ -6,14 +6,17 @@ Quantised checkpoints are loaded by transformers' own quantisers.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from keyhole.errors import ConfigError, ModelError
-from keyhole.models.checkpoint import LAYER
 from keyhole.models.weights.weight_format import DEQUANTISED
+
+#: The number of a layer in the name of a weight.
+LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def require_known(config: Any, name: str) -> None:
