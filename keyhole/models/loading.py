@@ -61,7 +61,7 @@ from keyhole.models.model_config import (
     text_part,
 )
 from keyhole.models.modules import (
-    indexer,
+    indexed_attention,
     own_attention,
     recurrent_layers,
     sequence_adapters,
@@ -329,7 +329,7 @@ def _model(
     check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
-    indexer.adapt(network, name)
+    indexed_attention.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
     fuse_layers(network, place)

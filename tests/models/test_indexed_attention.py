@@ -20,7 +20,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.exactness_gate import measure
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import adopt
-from keyhole.models.modules import indexed_attention, indexer
+from keyhole.models.modules import indexed_attention
 from keyhole.models.shrink import random_model, shrink
 from tests.effort import examples
 from tests.engine.pair import Pair
@@ -201,7 +201,7 @@ def test_an_unknown_class_of_indexer_is_named() -> None:
     around = torch.nn.Module()
     around.indexer = Other()
     with pytest.raises(ModelError, match="'this' selects tokens by Other"):
-        indexer.adapt(around, "this")
+        indexed_attention.adapt(around, "this")
 
 
 def test_a_users_network_keeps_its_classes() -> None:

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface
 from keyhole.errors import ConfigError
 from keyhole.kernels.reference import rope
 from keyhole.models import attention
-from keyhole.models.attention import PassThrough
+from keyhole.models.batch import PassThrough
 from keyhole.models.loading import adopt, load
 from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
