@@ -81,7 +81,7 @@ from keyhole.models.weights.stored import (
     require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
