@@ -71,9 +71,9 @@ from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.safetensors_files import damage
 from keyhole.models.weights.stored import (
     check_stored,
+    damage,
     log_once,
     require_known,
     require_same,
