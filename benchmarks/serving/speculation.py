@@ -42,8 +42,7 @@ from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.retrieval.config import HeadConfig
-from keyhole.retrieval.draft import DraftModel
-from keyhole.retrieval.draft_files import DraftShape
+from keyhole.retrieval.draft import DraftModel, DraftShape
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, feature_layers
 

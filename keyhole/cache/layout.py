@@ -12,6 +12,9 @@ from keyhole.config import SCALE_BYTES
 from keyhole.errors import ConfigError
 from keyhole.planner import LayerMemory, MemoryModel, buffer_tokens
 
+#: Bytes of a number, by the names that `--dtype` accepts.
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLayout:

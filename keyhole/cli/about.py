@@ -15,6 +15,7 @@ from typing import Any
 
 import keyhole
 from keyhole import cli
+from keyhole.cache.layout import ITEMSIZES
 from keyhole.cli import bench
 from keyhole.cli.common import terminal
 from keyhole.cli.common.parser import Parser
@@ -22,7 +23,6 @@ from keyhole.cli.evaluate import SUITES
 from keyhole.config import bytes_text, help_of, require_known
 from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
-from keyhole.models.checkpoint import ITEMSIZES
 from keyhole.policies import available_policies, policy_name
 from keyhole.policies.prefill import available_prefill_policies
 from keyhole.reuse import available_reuse_methods, reuse_name, reuse_names

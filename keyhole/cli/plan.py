@@ -37,8 +37,7 @@ from keyhole.registry import parse_one
 
 if TYPE_CHECKING:
     from keyhole.cache.layout import Geometry, ModelSize
-    from keyhole.models.checkpoint import Built, Checkpoint
-    from keyhole.models.locate import ModelFiles
+    from keyhole.models.checkpoint import Checkpoint
     from keyhole.planner import MemoryModel, MemoryPlan, PlanRow
     from keyhole.policies.base import Policy
 
@@ -106,13 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_settings(parser, PlanSettings, "what is planned for")
 
 
-def _build(place: ModelFiles) -> Built:
-    """Builds the model's shape with transformers, for families whose config does not state it."""
-    from keyhole.models.shrink import build
-
-    return build(place)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Prints thresholds, and a row per length."""
     given = flags.settings_of(arguments, PlanSettings)
@@ -123,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keyhole.models import checkpoint
     from keyhole.planner import MemoryPlan
 
-    shape = checkpoint.read(flags.find_model(arguments), settings.dtype, _build)
+    shape = checkpoint.read(flags.find_model(arguments), settings.dtype)
     model = memory_model(shape, settings)
     if settings.memory is not None:
         plan = MemoryPlan.for_cache(model, settings.memory)
@@ -256,7 +248,7 @@ def _selecting(policy: Policy, shape: Checkpoint) -> Path | str | None:
 
 def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
     """Eq. 6 and 7: fp16 throughout, and a draft model of one layer like the model's."""
-    from keyhole.models.checkpoint import ITEMSIZES
+    from keyhole.cache.layout import ITEMSIZES
     from keyhole.planner import MemoryModel
 
     layer = shape.layers[0]

@@ -26,8 +26,7 @@ from keyhole.engine.scheduler import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.paged_cache import OPTIONS, PagedCache, columns, full, present, spread, unsupported
-from keyhole.models.attention import PassThrough
-from keyhole.models.batch import Batch
+from keyhole.models.batch import Batch, PassThrough
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists

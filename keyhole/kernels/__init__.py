@@ -84,89 +84,13 @@ from keyhole.kernels.selection import (
 )
 
 if TYPE_CHECKING:
-    from keyhole.kernels.composed.blocks import (
-        add_received as add_received,
-        antidiagonal_scores as antidiagonal_scores,
-        between_ends as between_ends,
-        block_pages as block_pages,
-        block_scores as block_scores,
-        index_scores as index_scores,
-        pool_keys as pool_keys,
-        represent_blocks as represent_blocks,
-    )
-    from keyhole.kernels.composed.clusters import (
-        attend_per_query_head as attend_per_query_head,
-        bound_scores_per_query_head as bound_scores_per_query_head,
-        cluster_scores as cluster_scores,
-        cluster_scores_per_query_head as cluster_scores_per_query_head,
-        form_clusters as form_clusters,
-    )
-    from keyhole.kernels.composed.low_rank import (
-        Rotation as Rotation,
-        attend_low_rank as attend_low_rank,
-        chunk_landmarks as chunk_landmarks,
-        chunk_scores as chunk_scores,
-        decompose as decompose,
-        outlier_chunks as outlier_chunks,
-    )
-    from keyhole.kernels.composed.observation import (
-        keep_queries as keep_queries,
-        last_queries as last_queries,
-        most_observed as most_observed,
-        observed_attention as observed_attention,
-        read_kept as read_kept,
-        redundancy_scores as redundancy_scores,
-    )
-    from keyhole.kernels.composed.selections import (
-        attend_and_score_chosen as attend_and_score_chosen,
-        drop_oldest as drop_oldest,
-        head_scores_chosen as head_scores_chosen,
-        keep as keep,
-        kept as kept,
-        prompt_scores as prompt_scores,
-        renew_stamps as renew_stamps,
-        with_newer as with_newer,
-    )
-    from keyhole.kernels.operations import (
-        append as append,
-        apply_rope as apply_rope,
-        apply_rope_and_append as apply_rope_and_append,
-        attend as attend,
-        attend_and_score as attend_and_score,
-        backend as backend,
-        block_sparse_prefill as block_sparse_prefill,
-        bound_scores as bound_scores,
-        head_scores as head_scores,
-        linear as linear,
-        linear_add as linear_add,
-        load_missing as load_missing,
-        norm_linears as norm_linears,
-        norm_swiglu as norm_swiglu,
-        packed_linear as packed_linear,
-        page_bounds as page_bounds,
-        prefill as prefill,
-        rms_norm as rms_norm,
-        shift_rope as shift_rope,
-        sparse_prefill as sparse_prefill,
-        spread_scores as spread_scores,
-        summary_scores as summary_scores,
-        top_k as top_k,
-        top_p as top_p,
-        unpack as unpack,
-    )
-    from keyhole.kernels.reference import (
-        BlockWeight as BlockWeight,
-        PackedWeight as PackedWeight,
-        dequantised as dequantised,
-        gather_rows as gather_rows,
-        gather_tokens as gather_tokens,
-        is_quantised as is_quantised,
-        join_codes as join_codes,
-        pack as pack,
-        quantise as quantise,
-        recent_indices as recent_indices,
-        row_dim as row_dim,
-    )
+    from keyhole.kernels.composed.blocks import *  # noqa: F403
+    from keyhole.kernels.composed.clusters import *  # noqa: F403
+    from keyhole.kernels.composed.low_rank import *  # noqa: F403
+    from keyhole.kernels.composed.observation import *  # noqa: F403
+    from keyhole.kernels.composed.selections import *  # noqa: F403
+    from keyhole.kernels.operations import *  # noqa: F403
+    from keyhole.kernels.reference import *  # noqa: F403
 
 _COMPOSED = ("blocks", "clusters", "low_rank", "observation", "selections")
 #: Where an operation is looked up; `reference` last, as its functions are the twins.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import cpu, reference
+from keyhole.kernels.reference.layers import angles_below
 from keyhole.kernels.reference.quantised import is_quantised, row_dim
-from keyhole.kernels.reference.rope import angles_below
 from keyhole.kernels.selection import LowRank, PagedQuery, ScoreRequest, Selection
 
 # Sizes (rank, chunks taken, tokens of a chunk), addresses, angles: as in `attend_low_rank`.

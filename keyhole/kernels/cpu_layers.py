@@ -14,8 +14,8 @@ from torch import Tensor
 
 from keyhole.kernels import cpu
 from keyhole.kernels.cpu import DTYPES, PAGE_DTYPES, address, extension
+from keyhole.kernels.reference.layers import Norm, Weight
 from keyhole.kernels.reference.packed import BlockWeight, PackedWeight
-from keyhole.kernels.reference.projections import Norm, Weight
 
 #: Tokens of a linear layer at a time: the extension keeps memory for as many in float32.
 _AT_ONCE = 256

@@ -1,10 +1,8 @@
-"""The one function that every transformers model calls for attention, and the cache stand-in.
+"""The one function that every transformers model calls for attention.
 
 Registered as "keyhole" in transformers' own table, so that no model is forked or patched: a model
 loaded with `attn_implementation="keyhole"` hands each layer's rotated queries, keys and values to
-`attention`, with our `Batch` as the additional keyword argument `keyhole`. `PassThrough` takes the
-role of transformers' cache: it returns the new keys and values unchanged (and keeps MLA's latents),
-because the pages are ours.
+`attention`, with our `Batch` as the additional keyword argument `keyhole`.
 
 Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
@@ -341,50 +339,6 @@ def _prefill_in_chunks(
         parts.append(kernels.prefill(rows, *paged, **options))
         begin = stop
     return torch.cat(parts)
-
-
-class PassThrough:
-    """Passed to transformers as `past_key_values`: returns its input.
-
-    positions: int64 [T], of the tokens of the packed row.
-    """
-
-    is_compileable = False
-
-    def __init__(self, batch: Batch, positions: Tensor) -> None:
-        self.batch = batch
-        self.positions = positions
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Returns key and value unchanged; for MLA they are the latents, kept for `attention`.
-
-        key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
-        """
-        geometry = self.batch.cache.geometry
-        layer = geometry.number(layer_idx)
-        if geometry.layers[layer].shared_values:
-            latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            self.batch.latents[layer] = latent, rope
-        return key, value
-
-    def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Zero: positions are passed with each step.
-
-        A layer that asks for itself adds 0 .. T - 1 to the answer to get the positions: int64 [T].
-        """
-        if layer_idx is None:
-            return 0
-        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
-
-    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """Sizes for a mask that is never created, as none is registered under our name."""
-        return int(query_length), 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        """As `get_seq_length` of the model."""
-        return 0
 
 
 AttentionInterface.register(NAME, attention)

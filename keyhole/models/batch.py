@@ -1,12 +1,16 @@
-"""One step's tokens, packed in a row, as the attention function sees them.
+"""One step's tokens, packed in a row, as the attention function sees them; the cache stand-in.
 
 Row layout: first one token of each decoding sequence, then the prompt chunks one after the other.
+
+`PassThrough` takes the role of transformers' cache: it returns the new keys and values unchanged
+(and keeps MLA's latents), because the pages are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,6 +255,50 @@ class Batch:
         return layer in self.cache.geometry.full_attention and bool(
             self.policy.needs_scores(layer, step)
         )
+
+
+class PassThrough:
+    """Passed to transformers as `past_key_values`: returns its input.
+
+    positions: int64 [T], of the tokens of the packed row.
+    """
+
+    is_compileable = False
+
+    def __init__(self, batch: Batch, positions: Tensor) -> None:
+        self.batch = batch
+        self.positions = positions
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns key and value unchanged; for MLA they are the latents, kept for `attention`.
+
+        key [1, 1, T, kv_lora_rank] and value [1, 1, T, qk_rope_head_dim] in that case.
+        """
+        geometry = self.batch.cache.geometry
+        layer = geometry.number(layer_idx)
+        if geometry.layers[layer].shared_values:
+            latent, rope = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            self.batch.latents[layer] = latent, rope
+        return key, value
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Zero: positions are passed with each step.
+
+        A layer that asks for itself adds 0 .. T - 1 to the answer to get the positions: int64 [T].
+        """
+        if layer_idx is None:
+            return 0
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """Sizes for a mask that is never created, as none is registered under our name."""
+        return int(query_length), 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """As `get_seq_length` of the model."""
+        return 0
 
 
 def _selection(given: Selection | None, place: torch.device) -> Selection | None:

@@ -24,7 +24,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.errors import CapacityError, ConfigError, is_out_of_memory
 from keyhole.models import families
-from keyhole.models.attention import PassThrough
+from keyhole.models.batch import PassThrough
 from keyhole.models.model import Model, decoder_layers
 from keyhole.models.modules import sequence_adapters
 from keyhole.policies.base import Policy

@@ -189,6 +189,16 @@ def _latent(config: Any, layer: int, heads: int) -> LayerLayout:
     )
 
 
+def head_dim(config: Any) -> int:
+    """D, the size of a head's keys."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
+    if getattr(config, "is_heterogeneous", False):
+        return max(int(own.head_dim) for own in config.per_layer_config)
+    given = getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
+
+
 def _of_layer(config: Any, layer: int) -> Any:
     """The sizes of one layer: the config itself, or its part for this layer."""
     return config.per_layer_config[layer] if _varies(config) else config

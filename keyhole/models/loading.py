@@ -61,7 +61,7 @@ from keyhole.models.model_config import (
     text_part,
 )
 from keyhole.models.modules import (
-    indexer,
+    indexed_attention,
     own_attention,
     recurrent_layers,
     sequence_adapters,
@@ -71,9 +71,9 @@ from keyhole.models.modules.fused_layer import fuse_layers
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
-from keyhole.models.weights.safetensors_files import damage
 from keyhole.models.weights.stored import (
     check_stored,
+    damage,
     log_once,
     require_known,
     require_same,
@@ -81,7 +81,7 @@ from keyhole.models.weights.stored import (
     require_suitable,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
@@ -329,7 +329,7 @@ def _model(
     check_ids(name, tokenizer, int(config.vocab_size))
     own_attention.adapt(network)
     recurrent_layers.adapt(network, name)
-    indexer.adapt(network, name)
+    indexed_attention.adapt(network, name)
     speed_up(network, place)
     sequence_adapters.attach(network, chosen.layers, network.dtype)
     fuse_layers(network, place)

@@ -15,8 +15,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
-from keyhole.models.attention import PassThrough
-from keyhole.models.batch import Batch, LastLayer
+from keyhole.models.batch import Batch, LastLayer, PassThrough
 from keyhole.models.modules import sequence_adapters, sequence_rope
 from keyhole.models.weights.adapters import Adapters
 

@@ -24,7 +24,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME, extract_com
 from keyhole.errors import ModelError, one_line
 from keyhole.models.locate import ModelFiles, lacks_tokenizer
 from keyhole.models.weights import gguf_file
-from keyhole.models.weights.safetensors_files import tokenizer_damage
+from keyhole.models.weights.stored import tokenizer_damage
 
 _TEMPLATE = "chat_template.jinja"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,7 +18,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from keyhole.config import require_known
 from keyhole.errors import ModelError, one_line
-from keyhole.models.checkpoint import Built
 from keyhole.models.families import rope_lengths, ropes
 from keyhole.models.locate import ModelFiles
 from keyhole.models.model_config import is_remote, read_config
@@ -349,16 +348,31 @@ def random_model(config: Any) -> PreTrainedModel:
     return network.eval()
 
 
+class Built(NamedTuple):
+    """A model's config, and its size: all weights, those of the last layer, and those in blocks."""
+
+    config: Any
+    num_parameters: int
+    layer_parameters: int
+    kept: gguf_file.KeptSize
+
+
 def build(place: ModelFiles) -> Built:
     """A model's config and the sizes of its weights; no memory is taken."""
     config = read_config(place)
     with torch.device("meta"):
-        network = network_of(config)
+        network = network_of(config, dtype=torch.float32)  # whatever the weights are stored in
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network
-    total, of_last = (sum(p.numel() for p in m.parameters()) for m in (network, last))
-    return Built(config, total, of_last, gguf_file.kept_size(place, network))
+    kept = gguf_file.kept_size(place, network)
+    return Built(config, _num_stored(network), _num_stored(last), kept)
+
+
+def _num_stored(module: nn.Module) -> int:
+    """Numbers in weights and stored buffers; tied ones count once."""
+    stored = {id(x): x.numel() for x in module.state_dict(keep_vars=True).values()}
+    return sum(stored.values())
 
 
 def mapped(place: ModelFiles, dtype: torch.dtype) -> PreTrainedModel | None:

@@ -8,7 +8,7 @@ its queries and keys. Tensors are called `midlayer.*` in the authors' layout and
 that of the speculators library, whose config holds the layer's in `transformer_layer_config`.
 
 Values, the MLP, `d2t` and `t2d` (the draft's smaller output vocabulary), `norm_before_residual` and
-`norm_output` do not affect the layer's queries and keys; `draft_files` reads them. Of a draft with
+`norm_output` do not affect the layer's queries and keys; `draft` reads them. Of a draft with
 several layers, the first is kept: the only one that sees embeddings.
 """
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keyhole.cache.pages import PageCache
 from keyhole.engine.cuda_graph_runner import Outputs, Work
-from keyhole.kernels.reference import rope
+from keyhole.kernels.reference import layers
 
 #: Operations whose results, or the shapes of these, the host has to wait for; and numbers from it.
 WAITING = {
@@ -81,7 +81,7 @@ class RunAgain:
 
     def _without_the_host(self, work: Callable[[], Outputs]) -> Outputs:
         # A GPU computes angles in its kernel; the table of a CPU needs the range of the shifts.
-        no_table = mock.patch.object(rope, "_kept_angles", return_value=None)
+        no_table = mock.patch.object(layers, "_kept_angles", return_value=None)
         with mock.patch.object(torch, "from_numpy", _refused), no_table:
             return work()
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from keyhole.kernels import ScoreRequest, Selection, reference
-from keyhole.kernels.reference import rope
 from tests.gpu.operands import (
     COMPILED,
     DEVICE,
@@ -335,7 +334,7 @@ def test_a_captured_step_follows_its_operands() -> None:
         reference.bound_scores(cache.query, low, high, cache.table),
         reference.top_k(guesses, lengths.clamp(max=300), 20, 1, first=1, last=2).indices,
         reference.head_scores(cache.query, cache.keys, cache.table, lengths, scale=cache.scale),
-        rope.shift_rope(cache.query, place, frequencies, False),
+        reference.shift_rope(cache.query, place, frequencies, False),
         used.indices,
     ]
     for ours, twin in zip(above, twins, strict=True):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole import kernels
-from keyhole.kernels.reference.projections import Weight
+from keyhole.kernels.reference.layers import Weight
 from tests import oracle
 from tests.effort import examples
 from tests.kernels.paged import DTYPES

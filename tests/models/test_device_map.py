@@ -20,7 +20,7 @@ from keyhole.models.device_map import spread
 from keyhole.models.loading import load
 from keyhole.models.model import decoder_layers
 from keyhole.models.shrink import random_model, shrink
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from tests.checkpoints import make_model
 from tests.models.conftest import HOME, OTHER, SPLIT, Places
 from tests.retrieval.drafts import make_draft

@@ -19,7 +19,6 @@ from keyhole import LLM, ModelError, SamplingParams
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
 from keyhole.models.locate import locate
-from keyhole.models.shrink import build
 from tests.checkpoints import make_model, make_tokenizer
 from tests.models.verified import EACH, failed
 
@@ -228,7 +227,7 @@ def test_blocks_are_those_that_transformers_reads(make: Callable[[str], Path], k
 def test_it_is_loaded_in_the_numbers_that_hold_it(make: Callable[[str], Path], kind: str) -> None:
     model = load(make(kind), "cpu", weights="dequantised")
     assert model.dtype == load(make(kind), "cpu").dtype == KINDS[kind][2]
-    shape = checkpoint.read(make(kind), build=build)
+    shape = checkpoint.read(make(kind))
     assert f"torch.{shape.dtype}" == str(model.dtype)
     assert shape.layers == model.geometry(16).layers
     assert shape.num_parameters == sum(p.numel() for p in model.network.parameters())
@@ -316,11 +315,6 @@ def test_what_is_to_be_installed_is_said(
     )
     with pytest.raises(ModelError, match=rf"package '{absent}': pip install 'keyhole\[gguf\]'"):
         load(make("F32"), "cpu")
-
-
-def test_without_transformers_its_shape_is_not_read(make: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match="is read with transformers only"):
-        checkpoint.read(make("F32"))
 
 
 LLAMA3 = {

@@ -20,8 +20,8 @@ from keyhole.engine.sequence import Sequence
 from keyhole.exactness_gate import measure
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import adopt
-from keyhole.models.modules import indexed_attention, indexer
-from keyhole.models.shrink import build, random_model, shrink
+from keyhole.models.modules import indexed_attention
+from keyhole.models.shrink import random_model, shrink
 from tests.effort import examples
 from tests.engine.pair import Pair
 from tests.models import compared
@@ -181,7 +181,7 @@ def test_what_an_indexer_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
         pass
     network.save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="no layer can be offloaded"):
-        checkpoint.read(tmp_path / "model", build=build)
+        checkpoint.read(tmp_path / "model")
 
 
 def test_other_indexers_are_refused_with_their_reason() -> None:
@@ -201,7 +201,7 @@ def test_an_unknown_class_of_indexer_is_named() -> None:
     around = torch.nn.Module()
     around.indexer = Other()
     with pytest.raises(ModelError, match="'this' selects tokens by Other"):
-        indexer.adapt(around, "this")
+        indexed_attention.adapt(around, "this")
 
 
 def test_a_users_network_keeps_its_classes() -> None:

@@ -16,7 +16,6 @@ from keyhole import LLM, ModelError, RequestError, SamplingParams
 from keyhole.exactness_gate import measure_family
 from keyhole.models.checkpoint import read
 from keyhole.models.model_config import text_part
-from keyhole.models.shrink import build
 from tests.checkpoints import make_tokenizer
 
 _TEXT = {
@@ -176,7 +175,7 @@ def test_its_plan_counts_the_language_model_only(
         path = tmp_path / "config.json"
         fields = json.loads(path.read_text())
         path.write_text(json.dumps(fields.pop("text_config") | fields))
-    planned = read(tmp_path, build=build)
+    planned = read(tmp_path)
     assert len(planned.layers) == 3
     parts = (network.model.language_model, network.lm_head)
     own = {p.data_ptr(): p.numel() for part in parts for p in part.parameters()}

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
 
 from keyhole.errors import ConfigError
-from keyhole.kernels.reference import rope
+from keyhole.kernels.reference import layers
 from keyhole.models import attention
-from keyhole.models.attention import PassThrough
+from keyhole.models.batch import PassThrough
 from keyhole.models.loading import adopt, load
 from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
@@ -287,7 +287,7 @@ def test_pieces_join_where_they_were_cut(
 ) -> None:
     x, by = torch.randn(length, 2, 8), torch.arange(length) * 997 - 5000
     whole = [llama.shift(0, x, 300), llama.shift(0, x, by[:, None])]
-    monkeypatch.setattr(rope, "_PIECE", 7 * 2 * 8)
+    monkeypatch.setattr(layers, "_PIECE", 7 * 2 * 8)
     assert torch.equal(llama.shift(0, x, 300), whole[0])
     assert torch.equal(llama.shift(0, x, by[:, None]), whole[1])
     one_by_one = [llama.shift(0, row, int(place)) for row, place in zip(x, by, strict=True)]

@@ -19,7 +19,7 @@ from keyhole.engine.sequence import Sequence
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import load
 from keyhole.models.modules.recurrent_layers import Packed
-from keyhole.models.shrink import build, random_model, shrink
+from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
 from tests.models import compared
 from tests.models.compared import Text, add, logits_of, random_texts, run
@@ -316,7 +316,7 @@ def test_what_a_recurrent_state_cannot_have_is_refused_by_name(llm: LLM, tmp_pat
         pass
     network_of("lfm2").save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="whose memory is not planned"):
-        checkpoint.read(tmp_path / "model", build=build)
+        checkpoint.read(tmp_path / "model")
     assert llm.engine.why_not_replayed == "the model has layers with a recurrent state"
 
 

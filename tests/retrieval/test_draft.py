@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keyhole import ConfigError
-from keyhole.retrieval.draft import DraftModel
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER, DraftModel
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.training.distill import Distiller
 from keyhole.retrieval.training.objectives import DECAY, Draft, eagle_loss, previous

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.filling import OutOfPages, Pace
-from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
 from keyhole.engine.documents.prefill import DocumentPrefill
+from keyhole.engine.documents.stored_rows import HostBlocks, HotBlocks
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import Sequence

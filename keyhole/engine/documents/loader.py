@@ -29,8 +29,7 @@ from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.documents.record import HeadRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context, Pace
-from keyhole.engine.documents.hot_blocks import HotBlocks, Rows
-from keyhole.engine.documents.read_ahead import PinnedRing, ReadAhead
+from keyhole.engine.documents.stored_rows import HotBlocks, PinnedRing, ReadAhead, Rows
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.models.batch import Batch
 from keyhole.models.positions import RopeShift

@@ -37,9 +37,8 @@ from keyhole.engine.documents.filling import (
     Units,
 )
 from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses, PassTokens
-from keyhole.engine.documents.hot_blocks import HotBlocks
 from keyhole.engine.documents.loader import Loader, PlacedHead
-from keyhole.engine.documents.read_ahead import PinnedRing
+from keyhole.engine.documents.stored_rows import HotBlocks, PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.models.model import Model

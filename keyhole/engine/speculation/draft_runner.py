@@ -43,8 +43,7 @@ from keyhole.models.weights.packing import pack_layers
 from keyhole.models.weights.weight_format import WeightFormat
 from keyhole.policies.base import Step
 from keyhole.policies.spe_context import choice_lists
-from keyhole.retrieval.draft import DraftModel
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER, DraftModel
 from keyhole.retrieval.head import RetrievalHead
 
 

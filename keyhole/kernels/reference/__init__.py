@@ -18,6 +18,16 @@ from keyhole.kernels.reference.attention import (
     sparse_prefill,
     weights_over,
 )
+from keyhole.kernels.reference.layers import (
+    apply_rope,
+    apply_rope_and_append,
+    linear,
+    linear_add,
+    norm_linears,
+    norm_swiglu,
+    rms_norm,
+    shift_rope,
+)
 from keyhole.kernels.reference.packed import (
     BlockWeight,
     PackedWeight,
@@ -43,13 +53,4 @@ from keyhole.kernels.reference.pages import (
     load_missing,
     members,
 )
-from keyhole.kernels.reference.projections import (
-    apply_rope_and_append,
-    linear,
-    linear_add,
-    norm_linears,
-    norm_swiglu,
-    rms_norm,
-)
 from keyhole.kernels.reference.quantised import dequantised, is_quantised, quantise, row_dim
-from keyhole.kernels.reference.rope import apply_rope, shift_rope

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from keyhole.kernels import reference
-from keyhole.kernels.reference.projections import Norm, Weight
+from keyhole.kernels.reference.layers import Norm, Weight
 from keyhole.kernels.triton import overlap
 
 #: Tokens up to which there is a kernel: every token has sums of its own in registers.

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.models.attention import PassThrough, attention
+from keyhole.models.attention import attention
+from keyhole.models.batch import PassThrough
 from keyhole.models.families import ALIBI_DIM
 
 

@@ -20,7 +20,7 @@ from keyhole.cache.recurrent_state import LayerState, RecurrentState, States
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError, ModelError
 from keyhole.models import families
-from keyhole.models.attention import PassThrough
+from keyhole.models.batch import PassThrough
 
 #: Methods of transformers' caches by which a module reads its state.
 _READS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}

@@ -16,7 +16,7 @@ from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
 from keyhole.models.locate import ADAPTER, ModelFiles, ignored_adapter
 from keyhole.models.modules.sequence_adapters import AdapterMatrices
-from keyhole.models.weights.safetensors_files import damage
+from keyhole.models.weights.stored import damage
 
 #: The files that may hold an adapter's weights.
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

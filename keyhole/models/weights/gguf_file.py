@@ -28,8 +28,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from keyhole.errors import ModelError, one_line
 from keyhole.kernels import BlockWeight
-from keyhole.models import checkpoint, families
-from keyhole.models.checkpoint import KeptSize
+from keyhole.models import families
 from keyhole.models.locate import ModelFiles
 from keyhole.models.weights import blocks, gguf_rope
 from keyhole.models.weights.packing import (
@@ -48,6 +47,8 @@ from keyhole.models.weights.packing import (
 DAMAGED = "the file may be damaged or truncated; download it again, or use the original checkpoint"
 
 _WEIGHT = ".weight"
+#: A file's number for the format of most of its tensors, where these are not quantised blocks.
+_DTYPES = {0: "float32", 1: "float16"}
 #: Architectures that transformers' list has under another name, and its processors under this one.
 _OTHER_ARCHITECTURES = ("qwen2moe", "qwen3moe")
 #: Fields of a file, and transformers' names.
@@ -304,6 +305,13 @@ def _names(plain: Any, processor: Any) -> dict[str, str]:
     return found
 
 
+class KeptSize(NamedTuple):
+    """Weights that stay in a file's blocks: how many, and their bytes in memory."""
+
+    num_weights: int = 0
+    num_bytes: int = 0
+
+
 def kept_size(found: ModelFiles, plain: Any) -> KeptSize:
     """What stays in blocks of a model on a CPU, which is given without memory."""
     if not keeps_blocks(found, plain.config):
@@ -408,9 +416,17 @@ def _block_class(module: Any) -> type[BlockLinear] | type[BlockEmbedding]:
     return BlockLinear if isinstance(module, nn.Linear) else BlockEmbedding
 
 
+def stored_dtype(path: Path) -> str:
+    """The dtype that holds what a GGUF file stores: bfloat16 for quantised blocks."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("general.file_type")
+    return _DTYPES.get(-1 if field is None else int(field.contents()), "bfloat16")
+
+
 def _number(path: Path, dtype: Any) -> torch.dtype:
     """The requested dtype, or the one that represents the file's own."""
-    found: torch.dtype = getattr(torch, checkpoint.gguf_dtype(path)) if dtype == "auto" else dtype
+    found: torch.dtype = getattr(torch, stored_dtype(path)) if dtype == "auto" else dtype
     return found
 
 

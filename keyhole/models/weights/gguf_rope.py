@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import read_field
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from keyhole.errors import ModelError
-from keyhole.models import checkpoint
+from keyhole.models import families
 
 #: Of Llama 3.1, 3.2 and 3.3, whose scaling llama.cpp stores as a tensor.
 _LLAMA3 = {
@@ -56,7 +56,7 @@ def _unscaled(config: Any, rope: dict[str, Any], reader: Any, architecture: str)
     width = _field(reader, f"{architecture}.rope.dimension_count")
     found = rope | ({"rope_theta": float(base)} if base else {})
     if width and "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = int(width) / checkpoint.head_dim(config)
+        found["partial_rotary_factor"] = int(width) / families.head_dim(config)
     return found
 
 

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from keyhole.config import require
 from keyhole.errors import ConfigError
-from keyhole.retrieval import draft_files
-from keyhole.retrieval.draft import DraftModel
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER, DraftModel, write_draft
 from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
@@ -76,7 +74,7 @@ class Distiller(TrainingRun):
         """
         self.head.save_pretrained(folder)
         if isinstance(self.module, Draft) and self.config.inputs == "tokens+features":
-            draft_files.write(
+            write_draft(
                 folder / DRAFT_FOLDER, self.head.config, dict(self.module.named_parameters())
             )
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from keyhole import LLM
 from keyhole.cache.layout import list_bytes
 from keyhole.documents import storage as storage_module
-from keyhole.engine.documents.hot_blocks import HostBlocks, HotBlocks
+from keyhole.engine.documents.stored_rows import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
 from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole.documents.store import DocumentStore, RecordError, StoredDocument
-from keyhole.engine.documents.read_ahead import PinnedBuffer, PinnedRing, ReadAhead
+from keyhole.engine.documents.stored_rows import PinnedBuffer, PinnedRing, ReadAhead
 from tests.documents.records import MODEL, make_record
 
 

@@ -17,7 +17,7 @@ from keyhole import Full, Policy
 from keyhole.engine.engine import Engine
 from keyhole.models.loading import load
 from keyhole.models.model import Model
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from tests.checkpoints import make_config, make_model, make_network
 from tests.policies.models import VOCAB
 from tests.policies.recording import make_engine

@@ -22,7 +22,7 @@ from keyhole import LLM, Quest, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.models.loading import load
 from keyhole.models.model import Model
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from tests.checkpoints import make_model
 from tests.engine.requests_machine import GREEDY, RequestsMachine
 from tests.engine.speculation.drafts import (

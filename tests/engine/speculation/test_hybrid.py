@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keyhole import LLM, Delta, Full, Policy, Quest
 from keyhole.cache.recurrent_state import LayerState, RecurrentState, RecurrentStep
 from keyhole.models.loading import load
-from keyhole.retrieval.draft_files import DRAFT_FOLDER
+from keyhole.retrieval.draft import DRAFT_FOLDER
 from tests.effort import examples
 from tests.engine.speculation.drafts import COUNT, knowing, replaying
 from tests.engine.speculation.test_drafting import assert_drafted, assert_same, drafted, served

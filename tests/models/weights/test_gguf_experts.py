@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 from keyhole import LLM, SamplingParams
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
-from keyhole.models.shrink import build
 from keyhole.models.weights import packing
 from keyhole.models.weights.packing import BlockExperts, BlockLinear
 from tests.models.test_gguf import MIXED, write
@@ -107,7 +106,7 @@ def test_experts_beside_one_that_all_tokens_use(tmp_path: Path) -> None:
         found, wanted = (x.network(torch.tensor([PROMPT])).logits for x in (kept, plain))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     held = {x.data_ptr(): x.nbytes for x in kept.network.state_dict().values()}
-    assert checkpoint.read(path, "float32", build=build).weight_bytes == sum(held.values())
+    assert checkpoint.read(path, "float32").weight_bytes == sum(held.values())
 
 
 def test_products_are_those_of_single_experts_in_float64(make: Callable[[str], Path]) -> None:
@@ -133,7 +132,7 @@ def test_products_are_those_of_single_experts_in_float64(make: Callable[[str], P
 @pytest.mark.parametrize("kind", ["Q8_0", *MIXED])
 def test_a_plan_counts_the_blocks_of_experts(make: Callable[[str], Path], kind: str) -> None:
     held = {x.data_ptr(): x.nbytes for x in load(make(kind), "cpu").network.state_dict().values()}
-    shape = checkpoint.read(make(kind), build=build)
+    shape = checkpoint.read(make(kind))
     assert shape.weight_bytes == sum(held.values())
     assert shape.weight_bytes < 0.6 * shape.num_parameters * shape.itemsize
 

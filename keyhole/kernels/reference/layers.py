@@ -1,7 +1,15 @@
-"""RoPE: rotates queries and keys, and shifts rotated ones from one position to another.
+"""The layers of a model for few tokens: products, with what transformers computes around them, and
+RoPE.
+
+A Llama layer (Touvron et al., LLaMA, arXiv 2302.13971, section 2.2) has four products: queries,
+keys and values after an RMS norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), the output
+projection and its residual, the gate and the up projection after a norm (SwiGLU: Shazeer, arXiv
+2002.05202, eq. 6), the down projection and its residual. Roundings are those of torch's operations
+one by one, except that a kernel need not round the result of a norm.
 
 RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.2.2, eq. 14-16) rotates each pair of numbers
 of a vector at position p by the angle p * frequency. Pairs are held in halves: (i, i + half).
+Rotated vectors are shifted from one position to another by a further rotation.
 """
 
 from __future__ import annotations
@@ -10,8 +18,17 @@ import math
 from collections.abc import Iterable, MutableMapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from keyhole.kernels.reference.packed import BlockWeight, PackedWeight, packed_linear
+from keyhole.kernels.reference.pages import append
+
+#: The weight of an RMS norm over the last dimension, [I], and its epsilon.
+Norm = tuple[Tensor, float]
+#: The weight [O, I] of a linear layer.
+Weight = Tensor | PackedWeight | BlockWeight
 
 #: Numbers rotated at a time on a CPU, 2 MiB in float32: intermediates stay in the cache, and no
 #: large block of memory is allocated, which costs more than the arithmetic.
@@ -22,6 +39,67 @@ _FEW = 64
 
 #: The tables of `_kept_angles`, kept for the lifetime of the frequencies tensor.
 _kept: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X W^T + bias; x [..., I], weight [O, I], bias [O]. Fast for a few tokens."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """An RMS norm over the last dimension, rounded once; x [..., I], weight [I]."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def norm_linears(
+    x: Tensor, norm: Norm, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """Linear layers of one input after its RMS norm, in the order of their weights.
+
+    x [T, I], weights [O, I] each, biases [O] each or None. Returns one [T, O] for each weight.
+    """
+    normed = rms_norm(x, *norm)
+    return tuple(_product(normed, w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def norm_swiglu(x: Tensor, norm: Norm, gate: Weight, up: Weight) -> Tensor:
+    """SiLU(n W_gate^T) * (n W_up^T) with n the RMS norm of x; x [T, I], weights [O, I]: [T, O]."""
+    normed = rms_norm(x, *norm)
+    return F.silu(_product(normed, gate)) * _product(normed, up)
+
+
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Residual + X W^T + bias; x [T, I], weight [O, I], bias [O], residual [T, O]: [T, O]."""
+    return residual + _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return packed_linear(x, weight, bias)
+
+
+def apply_rope_and_append(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys rotated as by `apply_rope`; writes keys and values as `append`.
+
+    query [T, Hq, D]; key, value [T, Hkv, D]; cos, sin [T, D] in the same dtype; slots int64 [T].
+    Changes the pages [P, Hkv, page_size, D] in place.
+    """
+    turned = apply_rope(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None]
+    )
+    query, key = (x[0].transpose(0, 1) for x in turned)
+    append(key_pages, value_pages, key, value, slots)
+    return query, key
 
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
