@@ -1,12 +1,5 @@
-"""Small tensors for what measures the bandwidth of the memory."""
+"""Small tensors for what measures the bandwidth of the memory, as in `tests/bench`."""
 
-from __future__ import annotations
+from tests.bench.conftest import _short
 
-import pytest
-
-from keyhole.bench import measure
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_BANDWIDTH_BYTES", 1 << 16)
+__all__ = ["_short"]

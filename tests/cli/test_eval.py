@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> str:
 
 
 def forced(text: str, output: Path, *more: str, tasks: str = "perplexity") -> tuple[str, ...]:
-    given = ("--tasks", tasks, "--text", text, "--lengths", "64", "--limit", "3")
+    given = ("--tasks", tasks, "--text", text, "--lengths", "32", "--limit", "3")
     return (*given, "--device", "cpu", "--output", str(output), *more)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from keyhole import LLM
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 
@@ -16,5 +18,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llm(checkpoint: Path) -> LLM:
-    return LLM(checkpoint, device="cpu", page_size=8, prefix_cache=False)
+def model(checkpoint: Path) -> Model:
+    """Engines do not change a model, and share this one."""
+    return load(checkpoint, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def llm(model: Model) -> LLM:
+    return LLM(model, page_size=8, prefix_cache=False)

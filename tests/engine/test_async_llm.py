@@ -13,6 +13,8 @@ import pytest
 
 from keyhole import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from keyhole.engine.sequence import Piece
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +24,14 @@ LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [3 + (7 * n + i) % 50 for i in range(3 + n % 9)]} for n in range(9)]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(make_model("llama", tmp_path_factory.mktemp("model"), vocab_size=64), "cpu")
+
+
 @pytest.fixture
-def llm(tmp_path: Path) -> LLM:
-    return LLM(make_model("llama", tmp_path, vocab_size=64), memory="8MiB", max_batch=16)
+def llm(model: Model) -> LLM:
+    return LLM(model, memory="8MiB", max_batch=16)
 
 
 def at_rest(llm: LLM) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from keyhole import LLM, ConfigError, SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("model"), vocab_size=64)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(make_model("llama", tmp_path_factory.mktemp("model"), vocab_size=64), "cpu")
 
 
-def engine(path: Path, **settings: object) -> Engine:
-    return LLM(path, memory="8MiB", prefix_cache=False, **settings).engine  # type: ignore[arg-type]
+def engine(model: Model, **settings: object) -> Engine:
+    return LLM(model, memory="8MiB", prefix_cache=False, **settings).engine  # type: ignore[arg-type]
 
 
 def add(engine: Engine, caller: str, length: int = 4) -> Sequence:
@@ -37,14 +37,14 @@ def order(engine: Engine, sequences: list[Sequence]) -> list[str]:
     return [sequence.caller for sequence in begun]
 
 
-def test_callers_take_turns(path: Path) -> None:
-    one = engine(path, max_batch=1)
+def test_callers_take_turns(model: Model) -> None:
+    one = engine(model, max_batch=1)
     sequences = [add(one, "a") for _ in range(4)] + [add(one, "b"), add(one, "c"), add(one, "b")]
     assert "".join(order(one, sequences)) == "abcabaa"
 
 
-def test_one_caller_is_served_in_order(path: Path) -> None:
-    one = engine(path, max_batch=1)
+def test_one_caller_is_served_in_order(model: Model) -> None:
+    one = engine(model, max_batch=1)
     sequences = [add(one, "a", 4 + i) for i in range(5)]
     begun: list[Sequence] = []
     while one.has_work:
@@ -53,9 +53,9 @@ def test_one_caller_is_served_in_order(path: Path) -> None:
     assert begun == sequences
 
 
-def test_a_caller_that_always_has_a_request_waiting_does_not_shut_out_another(path: Path) -> None:
+def test_a_caller_that_always_has_a_request_waiting_does_not_shut_out_another(model: Model) -> None:
     """Without the memory of who was served last, the newest caller would always be first."""
-    one = engine(path, max_batch=1)
+    one = engine(model, max_batch=1)
     patient = [add(one, "patient") for _ in range(3)]
     eager = [add(one, "eager") for _ in range(2)]
     for _ in range(40):
@@ -69,8 +69,8 @@ def test_a_caller_that_always_has_a_request_waiting_does_not_shut_out_another(pa
         one.abort(sequence)
 
 
-def test_a_caller_that_comes_back_gains_nothing_from_its_absence(path: Path) -> None:
-    one = engine(path, max_batch=1)
+def test_a_caller_that_comes_back_gains_nothing_from_its_absence(model: Model) -> None:
+    one = engine(model, max_batch=1)
     order(one, [add(one, "a") for _ in range(5)])
     sequences = [add(one, "a"), add(one, "b"), add(one, "b"), add(one, "b"), add(one, "a")]
     assert "".join(order(one, sequences)) == "babba"
@@ -78,8 +78,8 @@ def test_a_caller_that_comes_back_gains_nothing_from_its_absence(path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_a_short_prompt_is_not_kept_waiting_by_a_long_one(path: Path, share: float) -> None:
-    one = engine(path, prefill_chunk=16, max_prefill_share=share)
+def test_a_short_prompt_is_not_kept_waiting_by_a_long_one(model: Model, share: float) -> None:
+    one = engine(model, prefill_chunk=16, max_prefill_share=share)
     long = add(one, "a", 400)
     one.step()
     assert long.num_computed == 16  # alone it takes everything
@@ -92,19 +92,19 @@ def test_a_short_prompt_is_not_kept_waiting_by_a_long_one(path: Path, share: flo
         one.check_integrity()
 
 
-def test_with_a_share_of_one_a_long_prompt_goes_first(path: Path) -> None:
-    one = engine(path, prefill_chunk=16, max_prefill_share=1.0)
+def test_with_a_share_of_one_a_long_prompt_goes_first(model: Model) -> None:
+    one = engine(model, prefill_chunk=16, max_prefill_share=1.0)
     long, short = add(one, "a", 64), add(one, "b", 8)
     one.step()
     assert (long.num_computed, short.num_computed) == (16, 0)
 
 
 @pytest.mark.slow
-def test_shares_change_no_result(path: Path) -> None:
+def test_shares_change_no_result(model: Model) -> None:
     prompts = [[3 + (7 * n + i) % 50 for i in range(5 + 40 * n)] for n in range(4)]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     found = [
-        [r.token_ids for r in LLM(path, memory="8MiB", prefill_chunk=16, max_prefill_share=share)
+        [r.token_ids for r in LLM(model, memory="8MiB", prefill_chunk=16, max_prefill_share=share)
          .generate(prompts, params)]
         for share in (0.1, 0.5, 1.0)
     ]  # fmt: skip
@@ -112,6 +112,6 @@ def test_shares_change_no_result(path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, -1])
-def test_a_share_that_cannot_be_is_refused(path: Path, share: float) -> None:
+def test_a_share_that_cannot_be_is_refused(model: Model, share: float) -> None:
     with pytest.raises(ConfigError, match="max_prefill_share"):
-        LLM(path, max_prefill_share=share)
+        LLM(model, max_prefill_share=share)

@@ -24,6 +24,7 @@ from keyhole import (
 )
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.models.model import Model
 from tests.checkpoints import make_model
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -65,8 +66,8 @@ def test_settings_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
         llm.generate(["a", "b"], [each[0], "greedy"])  # type: ignore[list-item]
 
 
-def test_more_prompts_than_places_all_run(checkpoint: Path) -> None:
-    small = LLM(checkpoint, device="cpu", max_batch=2)
+def test_more_prompts_than_places_all_run(model: Model) -> None:
+    small = LLM(model, max_batch=2)
     prompts = [f"prompt number {i} " * (i + 1) for i in range(7)]
     wanted = [small.generate(prompt, GREEDY).token_ids for prompt in prompts]
     assert [result.token_ids for result in small.generate(prompts, GREEDY)] == wanted
@@ -137,8 +138,8 @@ def test_stop_ids_and_eos_end_a_request(llm: LLM) -> None:
     assert result.finish_reason == "stop"
 
 
-def test_the_length_of_the_model_ends_a_request(checkpoint: Path) -> None:
-    short = LLM(checkpoint, device="cpu", max_length=30)
+def test_the_length_of_the_model_ends_a_request(model: Model) -> None:
+    short = LLM(model, max_length=30)
     result = short.generate({"prompt_token_ids": [5] * 20}, SamplingParams(ignore_eos=True))
     assert (result.finish_reason, len(result.token_ids)) == ("length", 10)
 
@@ -169,9 +170,9 @@ def test_a_bad_conversation_is_refused(llm: LLM, messages: list) -> None:
         llm.chat(messages)
 
 
-def test_what_a_sparse_policy_generated_is_kept_for_those_who_ask_only(checkpoint: Path) -> None:
+def test_what_a_sparse_policy_generated_is_kept_for_those_who_ask_only(model: Model) -> None:
     def engine() -> Engine:
-        return LLM(checkpoint, Quest(token_budget=16), device="cpu", page_size=8).engine
+        return LLM(model, Quest(token_budget=16), page_size=8).engine
 
     def run(engine: Engine, prompt: list[int], reuse: bool) -> Sequence:
         sequence = engine.add(prompt, GREEDY, reuse_approximate=reuse)
@@ -194,8 +195,8 @@ def test_what_a_sparse_policy_generated_is_kept_for_those_who_ask_only(checkpoin
     assert run(engine(), even_longer, False).generated == run(used, even_longer, False).generated
 
 
-def test_stats_of_a_dense_run(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, device="cpu", page_size=8)
+def test_stats_of_a_dense_run(model: Model) -> None:
+    llm = LLM(model, page_size=8)
     stats = llm.generate({"prompt_token_ids": [5] * 20}, GREEDY).stats
     assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (20, 0, 20)
     # The first token comes from the prompt; 19 decode steps read 21 .. 39 tokens, each of them
@@ -208,9 +209,9 @@ def test_stats_of_a_dense_run(checkpoint: Path) -> None:
     assert again.cached_prompt_tokens == 16
 
 
-def test_stats_of_a_sparse_run(checkpoint: Path) -> None:
+def test_stats_of_a_sparse_run(model: Model) -> None:
     policy = Quest(token_budget=16, full_layers=(0, 1))
-    llm = LLM(checkpoint, policy, device="cpu", page_size=8)
+    llm = LLM(model, policy, page_size=8)
     stats = llm.generate({"prompt_token_ids": [5] * 33}, GREEDY).stats
     lengths = range(34, 53)
     # Two pages, of which the newest is partly filled.
@@ -262,9 +263,9 @@ def test_a_prompt_longer_than_the_model_is_refused_with_the_numbers(llm: LLM) ->
         llm.generate({"prompt_token_ids": [5] * 512})
 
 
-def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint: Path) -> None:
+def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(model: Model) -> None:
     """A limit of some KiB was shown as 0.0 MiB."""
-    llm = LLM(checkpoint, device="cpu", memory="64KiB")
+    llm = LLM(model, memory="64KiB")
     right = r"the limit is \d+\.\d KiB; raise memory=.* or lower max_tokens"
     with pytest.raises(CapacityError, match=right):
         llm.generate({"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=100))
@@ -280,9 +281,6 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint
         ({"page_size": 0}, "page_size 0"),
         ({"prefill_chunk": -1}, "prefill_chunk -1"),
         ({"max_length": 10**6}, "max_length 1000000"),
-        ({"device": "cuda:99"}, "cuda:99"),
-        ({"device": "cpuu"}, "cpuu"),
-        ({"dtype": "float31"}, "did you mean 'float32'"),
         ({"policy": "delt"}, "did you mean 'delta'"),
         ({"policy": Delta(token_budget=4)}, "token_budget 4"),
         ({"policy": Delta(token_budget=32, recent_pages=9)}, "recent_pages 9"),
@@ -292,7 +290,22 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(checkpoint
         ({"policy": Quest(token_budget=32, full_layers=(-1,))}, "full_layers"),
     ],
 )
-def test_a_bad_setting_is_refused_by_name(checkpoint: Path, settings: dict, message: str) -> None:
+def test_a_bad_setting_is_refused_by_name(model: Model, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "cpuu"}, "cpuu"),
+        ({"dtype": "float31"}, "did you mean 'float32'"),
+    ],
+)
+def test_a_bad_setting_of_loading_is_refused_by_name(
+    checkpoint: Path, settings: dict, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(checkpoint, **settings)
 
@@ -302,9 +315,9 @@ def test_params_of_another_type_are_refused(llm: LLM) -> None:
         llm.generate("hello", {"max_tokens": 5})  # type: ignore[call-overload]
 
 
-def test_unknown_names_are_both_config_errors_and_lookup_errors(checkpoint: Path) -> None:
+def test_unknown_names_are_both_config_errors_and_lookup_errors(model: Model) -> None:
     with pytest.raises(UnknownNameError) as caught:
-        LLM(checkpoint, policy="quests")
+        LLM(model, policy="quests")
     assert isinstance(caught.value, LookupError)
 
 
@@ -317,9 +330,9 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
     assert len(llm.generate({"prompt_token_ids": [5]}, GREEDY).token_ids) == 20
 
 
-def test_a_notebook_shows_one_line(checkpoint: Path) -> None:
+def test_a_notebook_shows_one_line(model: Model) -> None:
     """A policy showed every setting, a result its hundreds of ids."""
-    llm = LLM(checkpoint, Quest(token_budget=64), device="cpu", memory="1MiB", page_size=8)
+    llm = LLM(model, Quest(token_budget=64), memory="1MiB", page_size=8)
     tokens = llm.engine.cache.max_pages * 8
     assert repr(llm) == (
         f"LLM('llama-0', Quest(token_budget=64): float32 on cpu, KV cache for {tokens:,} tokens)"

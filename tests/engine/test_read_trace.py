@@ -22,7 +22,6 @@ from keyhole import (
 )
 from keyhole.engine import read_trace
 from keyhole.eval.policy_trace import Traced
-from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
@@ -41,11 +40,6 @@ POLICIES = [
     RaaS(token_budget=68, alpha=0.999, prompt_in_budget=True),
     Delta(token_budget=16, full_layers=(0,), delta_layers=(1,)),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Model:
-    return load(checkpoint, device="cpu")
 
 
 def named(policy: Policy) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine import sampler
 from keyhole.engine.sampler import _change, sample
 from keyhole.engine.sequence import Sequence
+from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy
 from keyhole.tokenization import Detokenizer
 
@@ -124,8 +124,8 @@ def test_bias_penalties_and_bad_words_are_those_of_a_plain_computation() -> None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_ends_before_min_tokens(checkpoint: Path, temperature: float) -> None:
-    llm = LLM(checkpoint, device="cpu")
+def test_nothing_ends_before_min_tokens(model: Model, temperature: float) -> None:
+    llm = LLM(model)
     eos = min(llm.engine.model.eos_token_ids)
     for ends, given in ((eos, {}), (7, {"stop_token_ids": (7,), "ignore_eos": True})):
         params = SamplingParams(
@@ -154,8 +154,8 @@ def test_nothing_ends_before_min_tokens(checkpoint: Path, temperature: float) ->
             SamplingParams(**wrong)
 
 
-def test_bad_words_are_never_generated(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, device="cpu")
+def test_bad_words_are_never_generated(model: Model) -> None:
+    llm = LLM(model)
     free = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
     text = llm.generate("hello", free).text
     words = [text[4], text[9:11]]
@@ -170,8 +170,8 @@ def test_bad_words_are_never_generated(checkpoint: Path) -> None:
         llm.generate("hello", SamplingParams(logprobs=100000))
 
 
-def test_completions_share_their_prompt_and_have_seeds_in_a_row(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, device="cpu", page_size=8, max_batch=3)
+def test_completions_share_their_prompt_and_have_seeds_in_a_row(model: Model) -> None:
+    llm = LLM(model, page_size=8, max_batch=3)
     several = SamplingParams(n=4, max_tokens=9, temperature=1.0, seed=11, ignore_eos=True)
     prompt = "a prompt of several pages, which is computed only once"
     first, other = llm.generate([prompt, "another"], several)
@@ -184,7 +184,7 @@ def test_completions_share_their_prompt_and_have_seeds_in_a_row(checkpoint: Path
         single = dataclasses.replace(several, n=1, seed=11 + i)
         assert llm.generate(prompt, single).token_ids == one.token_ids
     assert len(other.completions) == 4
-    found = asyncio.run(AsyncLLM(LLM(checkpoint, device="cpu")).generate(prompt, several))
+    found = asyncio.run(AsyncLLM(LLM(model)).generate(prompt, several))
     assert [one.token_ids for one in found.completions] == ids
     chat = llm.chat([{"role": "user", "content": "hello"}], several)
     assert len(chat.completions) == 4
@@ -193,8 +193,8 @@ def test_completions_share_their_prompt_and_have_seeds_in_a_row(checkpoint: Path
     llm.engine.check_integrity()
 
 
-def test_completions_go_on_when_the_first_one_is_gone(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, device="cpu", page_size=8, max_batch=2)
+def test_completions_go_on_when_the_first_one_is_gone(model: Model) -> None:
+    llm = LLM(model, page_size=8, max_batch=2)
     first = llm.submit("a prompt", SamplingParams(max_tokens=5))
     second = llm.submit("a prompt", SamplingParams(max_tokens=5, ignore_eos=True), after=first)
     other = llm.submit("other", SamplingParams(max_tokens=5, ignore_eos=True))
@@ -245,10 +245,10 @@ def test_a_wrong_type_is_named_as_such(make: Callable[[], object], message: str)
 @pytest.mark.parametrize(
     "name", [n for n, c in available_policies().items() if hasattr(c, "full_layers")]
 )
-def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, checkpoint: Path) -> None:
+def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, model: Model) -> None:
     policy = make_policy(name, {"full_layers": (0, 99)})
     with pytest.raises(ConfigError, match=r"full_layers \(0, 99\) must be layers from 0 to 3"):
-        LLM(checkpoint, policy, device="cpu")
+        LLM(model, policy)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_temperature_zero_is_the_most_likely_token_also_beside_others() -> None:
     assert chosen[2] == logits[2].argmax()
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, device="cpu")
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(model: Model) -> None:
+    llm = LLM(model)
     params = SamplingParams(max_tokens=15, temperature=1.0, seed=11, ignore_eos=True)
     alone = llm.generate("hello", params)
     first, _, third = llm.generate(["hello", "something else", "hello"], params)

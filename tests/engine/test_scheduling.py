@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,6 +16,7 @@ from keyhole import (
     StreamingLLM,
 )
 from keyhole.engine.engine import Engine
+from keyhole.models.model import Model
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i] * (10 + 7 * i) for i in range(5)]
@@ -29,8 +28,8 @@ POLICIES = [
 ]
 
 
-def engine(checkpoint: Path, policy: Policy | None, **settings: object) -> Engine:
-    return LLM(checkpoint, policy, device="cpu", page_size=8, **settings).engine
+def engine(model: Model, policy: Policy | None, **settings: object) -> Engine:
+    return LLM(model, policy, page_size=8, **settings).engine
 
 
 def run(engine: Engine, params: SamplingParams = PARAMS) -> tuple[list[list[int]], int]:
@@ -55,31 +54,31 @@ def run(engine: Engine, params: SamplingParams = PARAMS) -> tuple[list[list[int]
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_running_out_of_pages_changes_nothing(
-    checkpoint: Path, policy: Policy | None, prefix_cache: bool
+    model: Model, policy: Policy | None, prefix_cache: bool
 ) -> None:
-    wanted, none = run(engine(checkpoint, policy, prefix_cache=prefix_cache))
-    page_bytes = engine(checkpoint, policy).cache.page_bytes
+    wanted, none = run(engine(model, policy, prefix_cache=prefix_cache))
+    page_bytes = engine(model, policy).cache.page_bytes
     # Five requests end at 70 to 98 tokens, 9 to 13 pages each; only 20 pages for all.
-    tight = engine(checkpoint, policy, prefix_cache=prefix_cache, memory=20 * page_bytes)
+    tight = engine(model, policy, prefix_cache=prefix_cache, memory=20 * page_bytes)
     found, some = run(tight)
     assert (none, some > 0) == (0, True)
     assert found == wanted
 
 
 @pytest.mark.slow
-def test_sampled_tokens_survive_replay(checkpoint: Path) -> None:
+def test_sampled_tokens_survive_replay(model: Model) -> None:
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=4, ignore_eos=True)
     policy = Quest(token_budget=16)
-    wanted, _ = run(engine(checkpoint, policy), params)
-    page_bytes = engine(checkpoint, policy).cache.page_bytes
-    found, some = run(engine(checkpoint, policy, memory=20 * page_bytes), params)
+    wanted, _ = run(engine(model, policy), params)
+    page_bytes = engine(model, policy).cache.page_bytes
+    found, some = run(engine(model, policy, memory=20 * page_bytes), params)
     assert some > 0
     assert found == wanted
 
 
-def test_a_single_request_may_fill_the_whole_memory(checkpoint: Path) -> None:
-    page_bytes = engine(checkpoint, None).cache.page_bytes
-    full = engine(checkpoint, None, memory=9 * page_bytes)
+def test_a_single_request_may_fill_the_whole_memory(model: Model) -> None:
+    page_bytes = engine(model, None).cache.page_bytes
+    full = engine(model, None, memory=9 * page_bytes)
     for _ in range(2):  # the second finds its whole prompt in the prefix cache
         sequence = full.add([7] * 16, SamplingParams(max_tokens=56, temperature=0, ignore_eos=True))
         while full.has_work:
@@ -89,8 +88,8 @@ def test_a_single_request_may_fill_the_whole_memory(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sequences_never_exceed_the_batch(checkpoint: Path) -> None:
-    small = engine(checkpoint, None, max_batch=2)
+def test_sequences_never_exceed_the_batch(model: Model) -> None:
+    small = engine(model, None, max_batch=2)
     for prompt in PROMPTS:
         small.add(prompt, PARAMS)
     while small.has_work:
@@ -100,9 +99,9 @@ def test_sequences_never_exceed_the_batch(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_nan_ends_only_the_request_that_has_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
+    model: Model, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    one = engine(checkpoint, None)
+    one = engine(model, None)
     good, bad = one.add([5] * 10, PARAMS), one.add([6] * 20, PARAMS)
     forward, calls = one.model.forward, []
 
@@ -131,9 +130,9 @@ TORCH_IS_OUT = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memo
 @pytest.mark.parametrize("when", ["forward", "growth"])
 @pytest.mark.parametrize("error", [TORCH_IS_OUT, MemoryError("std::bad_alloc")])
 def test_running_out_of_memory_says_what_helps_and_loses_nothing(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
+    model: Model, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
 ) -> None:
-    llm = LLM(checkpoint, device="cpu", page_size=8)
+    llm = LLM(model, page_size=8)
     wanted = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids
 
     def fails(*_: object) -> torch.Tensor:
@@ -152,11 +151,11 @@ def test_running_out_of_memory_says_what_helps_and_loses_nothing(
 
 
 @pytest.mark.slow
-def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(checkpoint: Path) -> None:
+def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(model: Model) -> None:
     """It finds the pages that it filled itself before; nothing of it was known when it came."""
     one, two = list(range(3, 53)), list(range(90, 40, -1))
-    page = engine(checkpoint, None, memory="8MiB").cache.page_bytes
-    small = engine(checkpoint, None, memory=20 * page)
+    page = engine(model, None, memory="8MiB").cache.page_bytes
+    small = engine(model, None, memory=20 * page)
     schedule, gave_way = small.scheduler.schedule, []
 
     def watched() -> object:

@@ -281,9 +281,8 @@ def test_every_row_leads_to_its_run() -> None:
         line(budget=64, command="keyhole eval tiny --budgets 64", date="2026-11-21T09:00:00+00:00"),
     ]
     lines[0]["machine"] = lines[0]["machine"] | {"load_average": 3.0}
-    found = page(lines)
-    assert [row[-1] for row in texts(found.tables[1])[1:]] == ["1", "1", "2"]
     text = render(lines)
+    assert [row[-1] for row in texts(Page(text).tables[1])[1:]] == ["1", "1", "2"]
     for said in (
         "2026-11-20 10:00 to 11:30 UTC, 2 rows",
         "keyhole eval tiny --budgets 64",

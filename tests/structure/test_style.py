@@ -1,6 +1,5 @@
 """Nothing in the package is left for later or swept under a rug."""
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,19 +8,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-_MARKERS = re.compile(r"\b(TODO|FIXME|XXX)\b")
+#: Ruff finds bare excepts (E722).
+_MARKERS = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 
 
 def faults(source: str) -> Iterator[str]:
-    """Notes to do it later, bare excepts and methods that are not there, each with its line."""
+    """Notes to do it later, and methods that are not there, each with its line."""
     for line, text in enumerate(source.splitlines(), start=1):
         if found := _MARKERS.search(text):
             yield f"line {line}: {found[0]}"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ExceptHandler) and node.type is None:
-            yield f"line {node.lineno}: bare except"
-        if isinstance(node, ast.Name) and node.id == "NotImplementedError":
-            yield f"line {node.lineno}: NotImplementedError"
 
 
 def test_the_package_has_no_such_faults() -> None:
@@ -37,7 +32,6 @@ def test_the_package_has_no_such_faults() -> None:
         ("x = 1  # TODO: two", "line 1: TODO"),
         ('"""What it does.\n\nFIXME later."""', "line 3: FIXME"),
         ("# XXX", "line 1: XXX"),
-        ("try:\n    f()\nexcept:\n    pass", "line 3: bare except"),
         ("def f():\n    raise NotImplementedError", "line 2: NotImplementedError"),
         ("def f():\n    raise NotImplementedError('f')", "line 2: NotImplementedError"),
     ],

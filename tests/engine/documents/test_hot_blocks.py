@@ -14,6 +14,8 @@ from keyhole.cache.layout import list_bytes
 from keyhole.documents import storage as storage_module
 from keyhole.engine.documents.stored_rows import HostBlocks, HotBlocks
 from keyhole.errors import ConfigError
+from keyhole.models.loading import load
+from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from tests.checkpoints import make_model
 from tests.engine.documents.asking import BLOCK, CASES, TEXTS, WIDE, ask, tokens
@@ -22,21 +24,19 @@ NAMES = ["a", "c", "b", "tiny", "a", "short"]
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     folder = tmp_path_factory.mktemp("llama")
-    model, store = make_model("llama", folder, **WIDE), folder / "store"
+    model, store = load(make_model("llama", folder, **WIDE), "cpu"), folder / "store"
+    documents = LLM(model, documents=store).documents
     for name, ids in TEXTS.items():
-        LLM(model, device="cpu", documents=store).documents.add(
-            name, {"prompt_token_ids": ids}, block_size=BLOCK
-        )
-    return Path(model), store
+        documents.add(name, {"prompt_token_ids": ids}, block_size=BLOCK)
+    return model, store
 
 
-def engine(places: tuple[Path, Path], most: int | None, host: int | None = None) -> LLM:
+def engine(places: tuple[Model, Path], most: int | None, host: int | None = None) -> LLM:
     model, store = places
     return LLM(
         model,
-        device="cpu",
         page_size=4,
         prefill_chunk=37,
         documents=store,
@@ -46,7 +46,7 @@ def engine(places: tuple[Path, Path], most: int | None, host: int | None = None)
 
 
 @pytest.mark.slow
-def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Model, Path], tmp_path: Path) -> None:
     """They were held beside `memory`, so that an engine took more than it was given."""
     model, store = places
     hot, memory = 100_000, 1_000_000
@@ -56,8 +56,8 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
         ("total", {"total_memory": 20_000_000}),
     )
     for name, more in given:
-        alone = LLM(model, device="cpu", documents=store, **more).engine
-        with_hot = LLM(model, device="cpu", documents=store, hot_document_bytes=hot, **more).engine
+        alone = LLM(model, documents=store, **more).engine
+        with_hot = LLM(model, documents=store, hot_document_bytes=hot, **more).engine
         fewer = alone.cache.max_pages - with_hot.cache.max_pages
         each = alone.cache.page_bytes
         if name == "total":  # which counts lists of pages and tokens, too
@@ -72,7 +72,7 @@ def test_hot_blocks_are_a_part_of_the_memory(places: tuple[Path, Path], tmp_path
     with pytest.raises(
         ConfigError, match=r"no room for a page .* beside hot_document_bytes 1000000; raise"
     ):
-        LLM(model, device="cpu", documents=store, memory=memory, hot_document_bytes=memory)
+        LLM(model, documents=store, memory=memory, hot_document_bytes=memory)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("most", [1 << 20, 3000])
 def test_answers_are_bitwise_those_without_a_cache(
-    places: tuple[Path, Path], case: str, most: int
+    places: tuple[Model, Path], case: str, most: int
 ) -> None:
     method, settings, _ = CASES[case]
     settings = {"block_size": BLOCK, **settings} if method == "sam_kv" else settings
@@ -122,7 +122,7 @@ def test_answers_are_bitwise_those_without_a_cache(
 
 
 @pytest.mark.slow
-def test_a_replaced_document_is_read_again(places: tuple[Path, Path]) -> None:
+def test_a_replaced_document_is_read_again(places: tuple[Model, Path]) -> None:
     llm = engine(places, 1 << 20)
     llm.documents.add("new", {"prompt_token_ids": tokens(40, 5)}, block_size=BLOCK)
     before = ask(llm, ["new"], tokens(9, 1), "reuse", {})
@@ -176,7 +176,7 @@ def test_a_block_that_is_larger_than_the_host_s_limit_drops_no_other() -> None:
     assert host.num_bytes == 0
 
 
-def test_a_question_reads_nothing_twice_with_room_on_the_host(places: tuple[Path, Path]) -> None:
+def test_a_question_reads_nothing_twice_with_room_on_the_host(places: tuple[Model, Path]) -> None:
     plain, cached = engine(places, None), engine(places, 3000, 1 << 20)
     for seed in (1, 2):
         wanted = ask(plain, NAMES, tokens(9, seed), "reuse", {})
@@ -187,6 +187,6 @@ def test_a_question_reads_nothing_twice_with_room_on_the_host(places: tuple[Path
     assert cached.engine.filler.hot.num_bytes <= 3000
 
 
-def test_blocks_on_the_host_need_blocks_on_the_device(places: tuple[Path, Path]) -> None:
+def test_blocks_on_the_host_need_blocks_on_the_device(places: tuple[Model, Path]) -> None:
     with pytest.raises(ConfigError, match="host_document_bytes 5 holds what is evicted"):
         engine(places, None, 5)

@@ -10,14 +10,15 @@ import pytest
 
 from keyhole import LLM, SamplingParams
 from keyhole.errors import ConfigError, KeyholeError, RequestError
+from keyhole.models.model import Model
 
 FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
-def stored(llm: LLM, checkpoint: Path, tmp_path: Path) -> LLM:
+def stored(model: Model, tmp_path: Path) -> LLM:
     """The model of all engine tests, with a store of its own and one document in it."""
-    own = LLM(llm.engine.model, page_size=8, documents=tmp_path / "store")
+    own = LLM(model, page_size=8, documents=tmp_path / "store")
     own.documents.add("note", "the lamp is green")
     return own
 

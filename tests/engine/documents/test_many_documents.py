@@ -16,9 +16,9 @@ from keyhole.reuse import make_reuse
 from keyhole.reuse.baselines import FullReuse
 from tests.engine.documents import asking
 
-NUMBER = 60
+NUMBER = 41
 #: The one that has the answer.
-WITH_ANSWER = 47
+WITH_ANSWER = 40
 SHORT = SamplingParams(max_tokens=4)
 
 

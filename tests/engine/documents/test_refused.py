@@ -22,6 +22,7 @@ from keyhole.errors import (
     RequestError,
     UnknownNameError,
 )
+from keyhole.models.model import Model
 from keyhole.reuse import make_reuse
 from tests.checkpoints import make_model
 from tests.documents.test_damage import flip
@@ -29,14 +30,9 @@ from tests.documents.test_damage import flip
 FEW = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model("llama", tmp_path_factory.mktemp("documents"), tokenizer=True)
-
-
 @pytest.fixture
-def llm(checkpoint: str, tmp_path: Path) -> LLM:
-    llm = LLM(checkpoint, device="cpu", page_size=8, documents=tmp_path / "store")
+def llm(model: Model, tmp_path: Path) -> LLM:
+    llm = LLM(model, page_size=8, documents=tmp_path / "store")
     llm.documents.add("handbook", "press the green button twice, then wait " * 4)
     llm.documents.add("faq", "the red lamp means that the tank is empty")
     return llm
@@ -159,10 +155,10 @@ def test_a_record_of_an_older_version_is_named_and_encoded_again(
     assert found.reused.shares == (0.5, 0.5)
 
 
-def test_positions_are_the_limit_and_so_is_memory(checkpoint: str, tmp_path: Path) -> None:
+def test_positions_are_the_limit_and_so_is_memory(model: Model, tmp_path: Path) -> None:
     """Too many tokens for the model's positions never run; too many for memory do if few stay."""
     place = tmp_path / "store"
-    llm = LLM(checkpoint, device="cpu", page_size=8, documents=place)
+    llm = LLM(model, page_size=8, documents=place)
     for name in "abc":
         text = {"prompt_token_ids": [3 + ord(name)] * 200}
         llm.documents.add(name, text, block_size=8)

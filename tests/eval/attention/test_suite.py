@@ -19,7 +19,7 @@ from keyhole.models.model import Model
 from tests.checkpoints import make_model
 from tests.policies.models import VOCAB, prompt, with_head
 
-PAGE, LENGTH, TEXTS = 4, 96, 3
+PAGE, LENGTH, TEXTS = 4, 64, 3
 
 
 class Numbers:
