@@ -197,8 +197,21 @@ class Built(NamedTuple):
 Build = Callable[[ModelFiles], Built]
 
 
+#: What transformers has for the families in `DEFAULTS`.
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
 def _check_planned(config: Any, name: str) -> None:
-    """ModelError for a model whose layers cannot be offloaded, or whose memory is not counted."""
+    """ModelError for a model whose layers cannot be offloaded, or whose memory is not counted, and
+    for a RoPE that loading refuses, where transformers has not read the config.
+    """
+    for rope in families.ropes(config) if config.model_type in DEFAULTS else ():
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROPE_TYPES:
+            raise ModelError(
+                f"the config of {name!r} has the rope_type {kind!r}, which transformers does not "
+                f"know; it must be one of {', '.join(_ROPE_TYPES)}"
+            )
     if families.recurrent_layers(config):
         raise ModelError(
             f"model {name!r} ({config.model_type}) has layers with a recurrent state, whose "

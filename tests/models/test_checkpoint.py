@@ -157,6 +157,8 @@ def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
         ([], "must be a JSON object"),
         ({"model_type": "llama", "num_hidden_layers": 2}, "has no field 'num_attention_heads'"),
         ({"model_type": "llama", "num_hidden_layers": "two"}, "cannot be read: ValueError"),
+        # Only loading refused it.
+        (stored("llama") | {"rope_parameters": {"rope_type": "yarm"}}, "has the rope_type 'yarm'"),
     ],
 )
 def test_what_is_no_model_is_refused(fields: object, message: str, tmp_path: Path) -> None:
