@@ -224,8 +224,11 @@ def summary(
     good = [sample for sample in samples if not sample.error]
     errors = Counter(sample.error for sample in samples if sample.error)
     if not good:
+        why = [f"{number} ended with {error}" for error, number in errors.items()]
+        if len(samples) < wanted:
+            why.append(f"{wanted - len(samples)} took longer than time_limit {settings.time_limit}")
         reason = next((f"; {sample.reason}" for sample in samples if sample.reason), "")
-        raise KeyholeError(f"none of {wanted} requests was answered: {dict(errors)}{reason}")
+        raise KeyholeError(f"none of {wanted} requests was answered: {', '.join(why)}{reason}")
     within = [sample for sample in good if _is_good(sample, settings)]
     return {
         "requests": wanted,

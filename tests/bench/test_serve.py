@@ -51,14 +51,15 @@ def test_what_is_refused_or_too_late_is_counted(address: str) -> None:
     assert found["failed"] == {"status 429": 12 - found["answered"]}
     assert 6 <= found["answered"] < 12
     late = many | {"requests": 3, "answer_length": "900"}
-    with pytest.raises(KeyholeError, match="none of 3"):
+    # It said "none of 3 requests was answered: {}".
+    with pytest.raises(KeyholeError, match=r"none of 3 .*: 3 took longer than time_limit 0\.05$"):
         serve.run(ServeSettings(**late, concurrency=1, time_limit=0.05))
 
 
 def test_the_servers_reason_is_shown_where_nothing_was_answered(address: str) -> None:
     """Only "status 400" was shown."""
     given = {"url": address, "requests": 2, "prompt_length": "99999", "answer_length": "1"}
-    with pytest.raises(KeyholeError, match=r"\{'status 400': 2\}; the prompt has 99999 tokens"):
+    with pytest.raises(KeyholeError, match="2 ended with status 400; the prompt has 99999"):
         serve.run(ServeSettings(**given))
 
 
