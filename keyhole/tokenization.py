@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from keyhole.config import is_count
+from keyhole.config import is_count, is_several
 from keyhole.errors import RequestError, first_line
 
 #: Text, token ids, or {"prompt_token_ids": token ids}.
@@ -28,7 +28,7 @@ def one_or_several(prompts: Prompts) -> tuple[bool, list[Any]]:
     """
     if isinstance(prompts, str | Mapping):
         return True, [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+    if not is_several(prompts):
         raise RequestError(f"a prompt must be {_RIGHT}, or a list of these, not {_named(prompts)}")
     several = list(prompts)
     if several and all(is_count(one, -(2**63)) for one in several):
@@ -132,10 +132,18 @@ def chat_text(
     what is not a conversation, for parts that are not text, and for what the template does not
     know: it would ignore it.
     """
-    if isinstance(messages, str | Mapping) or not messages:
-        what = "empty" if not messages else f"{type(messages).__name__}, not a list"
+    listed = is_several(messages) and not isinstance(messages, Mapping)
+    several = [*messages] if listed else None
+    if not several:
+        what = "empty" if several == [] else f"{_named(messages)}, not a list"
         raise RequestError(f"the conversation is {what}; give at least one message in a list")
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message) for message in several]
+    named = settings is None or isinstance(settings, Mapping)
+    if not named or not all(isinstance(name, str) for name in settings or ()):
+        raise RequestError(
+            f"chat_template_kwargs {settings!r} must be a dict of what the template knows, such "
+            "as {'enable_thinking': False}"
+        )
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; use generate with a prompt")
     template = str(tokenizer.get_chat_template(tools=tools))

@@ -81,13 +81,11 @@ async def measure_load(settings: ServeSettings) -> dict[str, Any]:
         settings.url, headers=headers, connector=connector, timeout=timeout
     ) as session:
         try:
-            models = await _json(session.get("/v1/models"))
+            model = (await _json(session.get("/v1/models")))["data"][0]["id"]
             ids = (await _json(session.post("/tokenize", json={"prompt": _TEXT})))["tokens"]
-        except aiohttp.ClientError as error:
-            raise ConfigError(
-                f"{settings.url!r} does not respond like a server: {error}"
-            ) from error
-        model = models["data"][0]["id"]
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            said = str(error) if isinstance(error, aiohttp.ClientError) else repr(error)
+            raise ConfigError(f"{settings.url!r} does not respond like a server: {said}") from error
         bodies = make_bodies(settings, model, ids)
         begin = time.perf_counter()
         samples = await _send(settings, [lambda b=body: _stream(session, b) for body in bodies])  # type: ignore[misc]
@@ -127,7 +125,7 @@ def _read(path: str) -> list[tuple[int, int]]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         found = [(int(row["prompt_tokens"]), int(row["completion_tokens"])) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(f"lengths {path!r} cannot be read: {error!r}") from error
     if not found or min(map(min, found)) < 1:
         raise ConfigError(f"lengths {path!r} must have lines of numbers >= 1")
@@ -224,8 +222,11 @@ def summary(
     good = [sample for sample in samples if not sample.error]
     errors = Counter(sample.error for sample in samples if sample.error)
     if not good:
+        why = [f"{number} ended with {error}" for error, number in errors.items()]
+        if len(samples) < wanted:
+            why.append(f"{wanted - len(samples)} took longer than time_limit {settings.time_limit}")
         reason = next((f"; {sample.reason}" for sample in samples if sample.reason), "")
-        raise KeyholeError(f"none of {wanted} requests was answered: {dict(errors)}{reason}")
+        raise KeyholeError(f"none of {wanted} requests was answered: {', '.join(why)}{reason}")
     within = [sample for sample in good if _is_good(sample, settings)]
     return {
         "requests": wanted,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from keyhole.config import is_count, is_number, require, require_counts, require_known, setting
 from keyhole.errors import ConfigError
@@ -184,7 +184,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         right = "an address without /v1 such as http://127.0.0.1:8000"
-        good = parts.scheme in ("http", "https") and bool(parts.netloc)
+        good = parts.scheme in ("http", "https") and _has_port_or_none(parts)
         require(good and parts.path in ("", "/"), "url", self.url, right)
         require_counts(self, "requests")
         good = self.rate is None or (is_number(self.rate) and self.rate > 0)
@@ -213,6 +213,14 @@ class ServeSettings:
     def answer_range(self) -> tuple[int, int]:
         """Least and most tokens of an answer."""
         return _range(self.answer_length)
+
+
+def _has_port_or_none(address: SplitResult) -> bool:
+    """Whether a host is named, with a port that exists or with none."""
+    try:
+        return bool(address.hostname) and address.port != 0
+    except ValueError:  # no number, or one above 65535
+        return False
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from keyhole.config import bytes_text
+from keyhole.config import bytes_text, is_several, require
 from keyhole.documents.index import Index
 from keyhole.documents.integrity import RecordError
 from keyhole.documents.record import find_header
@@ -141,6 +141,7 @@ class Catalogue:
         """The document of this name; looked up in the storage if it is not indexed, or if other
         machines may have changed it, which have indexes of their own.
         """
+        require(isinstance(name, str), "document name", name, "text")
         if not name.isprintable():  # none has such a name, and SQLite takes no lone surrogates
             return None
         if self.place.folder is None:
@@ -156,6 +157,10 @@ class Catalogue:
 
     def sources(self, names: Sequence[str]) -> list[SourceFile]:
         """See `source`, of each of these names; the storage is read once."""
+        require(is_several(names), "documents", names, "a list of names")
+        names = [*names]
+        for name in names:
+            require(isinstance(name, str), "document name", name, "text")
         if self.place.folder is None:
             self._refresh([name for name in names if name.isprintable()])
         known = {source.name: source for source in self.index.sources(names)}

@@ -120,6 +120,8 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
             max_length=families.max_length(config, families.rope_lengths(config))[0],
             folder=Path(place.name),
         )
+    except UnknownNameError as error:
+        raise ModelError(f"the config of {name!r} has an {error}") from error
     except AttributeError as error:
         raise ModelError(f"the config of {name!r} has no field {error.name!r}") from error
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:

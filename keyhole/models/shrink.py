@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from keyhole.config import require_known
-from keyhole.errors import ModelError, one_line
+from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models.families import rope_lengths, ropes
 from keyhole.models.locate import ModelFiles
 from keyhole.models.model_config import is_remote, read_config
@@ -326,12 +326,10 @@ def random_model(config: Any) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     try:
-        network: Any = network_of(config, dtype=torch.float32)
+        network: Any = _network(config)
+    except UnknownNameError:
+        raise
     except Exception as error:
-        for rope in ropes(config):  # transformers gives the value alone
-            kind = rope.get("rope_type")
-            if isinstance(error, KeyError) and error.args == (kind,):
-                require_known("rope_type", kind, ["default", *ROPE_INIT_FUNCTIONS])
         raise ModelError(f"no small model can be made: {one_line(error)}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -348,6 +346,18 @@ def random_model(config: Any) -> PreTrainedModel:
     return network.eval()
 
 
+def _network(config: Any) -> PreTrainedModel:
+    """A network in float32; UnknownNameError for a `rope_type` that transformers does not know."""
+    try:
+        return network_of(config, dtype=torch.float32)
+    except KeyError as error:
+        for rope in ropes(config):  # transformers gives the value alone
+            kind = rope.get("rope_type")
+            if error.args == (kind,):
+                require_known("rope_type", kind, ["default", *ROPE_INIT_FUNCTIONS])
+        raise
+
+
 class Built(NamedTuple):
     """A model's config, and its size: all weights, those of the last layer, and those in blocks."""
 
@@ -361,7 +371,7 @@ def build(place: ModelFiles) -> Built:
     """A model's config and the sizes of its weights; no memory is taken."""
     config = read_config(place)
     with torch.device("meta"):
-        network = network_of(config, dtype=torch.float32)  # whatever the weights are stored in
+        network = _network(config)  # whatever the weights are stored in
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network

@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from keyhole import (
     LLM,
@@ -170,6 +172,23 @@ def test_a_bad_conversation_is_refused(llm: LLM, messages: list) -> None:
         llm.chat(messages)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [5, True, None, torch.tensor(5), np.array([1, 2]), torch.empty(0), "hello", iter([])],
+)
+def test_what_is_no_conversation_is_one_line(llm: LLM, messages: Any) -> None:
+    """`chat(5)` ended in a TypeError, and so did an array of one number."""
+    with pytest.raises(RequestError, match=r"the conversation is \w+|a message must have"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("settings", [5, "enable_thinking", {5: True}])
+def test_settings_of_a_template_are_a_dict(llm: LLM, settings: Any) -> None:
+    """A number ended in an AttributeError."""
+    with pytest.raises(RequestError, match=r"chat_template_kwargs .* must be a dict of what"):
+        llm.chat([{"role": "user", "content": "what?"}], chat_template_kwargs=settings)
+
+
 def test_what_a_sparse_policy_generated_is_kept_for_those_who_ask_only(model: Model) -> None:
     def engine() -> Engine:
         return LLM(model, Quest(token_budget=16), page_size=8).engine
@@ -250,7 +269,9 @@ def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: object, message: str)
     assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("prompts", [None, 7, b"text", "half \ud83d", [[5], None]])
+@pytest.mark.parametrize(
+    "prompts", [None, 7, b"text", "half \ud83d", [[5], None], torch.tensor(5), np.array(5)]
+)
 def test_what_is_no_prompt_is_one_line(llm: LLM, prompts: object) -> None:
     """`generate(None)` and half a character ended in tracebacks of other libraries."""
     with pytest.raises(RequestError) as found:

@@ -243,6 +243,22 @@ def test_a_wrong_type_is_named_as_such(make: Callable[[], object], message: str)
 
 
 @pytest.mark.parametrize(
+    ("settings", "right"),
+    [
+        ({"temperature": 10**400}, "a number"),
+        ({"presence_penalty": -(10**400)}, "a number"),
+        ({"n": 10**30}, "from 1 to 16,384"),
+        ({"n": 0}, "from 1 to 16,384"),
+    ],
+)
+def test_a_number_beyond_measure_is_refused(settings: dict[str, int], right: str) -> None:
+    """One that no float holds ended in an OverflowError; `n` took all memory of the machine."""
+    (name,) = settings
+    with pytest.raises(ConfigError, match=rf"{name} -?\d+ must be {right}"):
+        SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "name", [n for n, c in available_policies().items() if hasattr(c, "full_layers")]
 )
 def test_full_layers_beyond_the_depth_are_refused_at_start(name: str, model: Model) -> None:

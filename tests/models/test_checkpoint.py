@@ -124,6 +124,11 @@ def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
         ({}, "cannot be read: ValueError: Unrecognized model"),
         ([], "must be a JSON object"),
         ({"model_type": "llama", "num_hidden_layers": "two"}, "expected int, got str"),
+        # Only loading refused it.
+        (
+            stored("llama") | {"rope_parameters": {"rope_type": "yarm"}},
+            r"has an unknown rope_type 'yarm'.* 'yarn'",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused(fields: object, message: str, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from keyhole.config import is_several
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.filling import Context
 from keyhole.engine.documents.library import Documents
@@ -53,7 +54,7 @@ def assemble(
     tokenizer = engine.model.tokenizer
     if not (question.strip() if isinstance(question, str) else given_ids("a question", question)):
         raise RequestError("the question is empty; ask something")
-    if isinstance(names, Iterable) and not isinstance(names, str):
+    if is_several(names):
         names = [*names]  # of an iterator, or an array
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise RequestError(f"documents {names!r} must be a list of at least one stored name")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_peft_available
 
+from keyhole.config import is_count, is_number
 from keyhole.errors import ConfigError, ModelError, one_line
 from keyhole.models import families
 from keyhole.models.locate import ADAPTER, ModelFiles, ignored_adapter
@@ -57,6 +58,11 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
     was_tied = network.config.tie_word_embeddings
     adapted = _adapted(network, adapter, base)
     _unshare(adapted)
+    bases = [
+        (name, module.get_base_layer())
+        for name, module in adapted.base_model.model.named_modules()
+        if hasattr(module, "lora_A")
+    ]
     try:
         found = adapted.merge_and_unload()
     except (RuntimeError, ValueError) as error:
@@ -64,6 +70,8 @@ def merged(network: Any, adapter: Path, base: str) -> Any:
             f"the adapter {str(adapter)!r} cannot be merged into the weights: {one_line(error)}; "
             "merge it with the program that made it, and give the folder of the result"
         ) from error
+    for name, base_layer in bases:
+        _require_finite(name, base_layer.parameters(), network.dtype, adapter)
     if was_tied:
         _tie(found)
     return found
@@ -208,6 +216,33 @@ def _parts(network: Any, number: int, folder: Path, base: str) -> list[tuple[str
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 
 
+def _require_scale(config: Any, folder: Path) -> None:
+    """ModelError for a field that does not say how much the products of an adapter count.
+
+    peft takes a scale of NaN, and every text as true, also "false".
+    """
+    for name, by_module, good, right in (
+        ("r", "rank_pattern", is_count, "a whole number >= 1"),
+        ("lora_alpha", "alpha_pattern", is_number, "a finite number"),
+    ):
+        pattern = getattr(config, by_module)
+        if not isinstance(pattern, dict):
+            raise _wrong_field(folder, by_module, pattern, "numbers by module")
+        named = {f"{by_module} of {module}": value for module, value in pattern.items()}
+        for field_name, value in {name: getattr(config, name), **named}.items():
+            if not good(value):
+                raise _wrong_field(folder, field_name, value, right)
+    if not isinstance(config.use_rslora, bool):
+        raise _wrong_field(folder, "use_rslora", config.use_rslora, "true or false")
+
+
+def _wrong_field(folder: Path, name: str, value: object, right: str) -> ModelError:
+    return ModelError(
+        f"the adapter {str(folder)!r} is damaged: {name} {value!r} in its {ADAPTER} must be "
+        f"{right}; correct it, or download it again"
+    )
+
+
 def _require_plain(config: Any, folder: Path) -> None:
     """ModelError for an adapter that is more than low-rank products."""
     more = {
@@ -259,7 +294,7 @@ def _require_linear(network: Any, name: str, layer: Any, folder: Path) -> None:
 def _require_finite(
     name: str, matrices: Iterable[Tensor], dtype: torch.dtype, folder: Path
 ) -> None:
-    """ModelError for NaN or infinite numbers, which rows without the adapter would get, too."""
+    """ModelError for NaN or infinite numbers; of one adapter, all rows of a step would get them."""
     if not all(bool(matrix.to(dtype).isfinite().all()) for matrix in matrices):
         raise ModelError(
             f"the adapter {str(folder)!r} is damaged: {name} has NaN or infinite numbers in "
@@ -289,6 +324,7 @@ def _adapted(network: Any, adapter: Path, base: str, *, alone: bool = False) -> 
                 f"the adapter {str(adapter)!r} is of type {kind}, which cannot be merged into the "
                 "weights; only LORA can"
             )
+        _require_scale(config, adapter)
         if alone:
             _require_plain(config, adapter)
             weights = _low_rank(weights, adapter)

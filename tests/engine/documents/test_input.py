@@ -64,7 +64,26 @@ def test_a_block_has_tokens(size: Any, stored: LLM) -> None:
         stored.documents.add("odd", "text", block_size=size)
 
 
-@pytest.mark.parametrize("names", [[3], ["note", None], [["note"]], iter(()), 3, None])
+@pytest.mark.parametrize("name", [5, None, True, b"note", np.array(5)])
+def test_a_name_is_text(name: Any, stored: LLM) -> None:
+    """A number ended in an AttributeError."""
+    for use in (stored.documents.get, stored.documents.text, stored.documents.remove):
+        with pytest.raises(ConfigError, match=r"document name .* must be text"):
+            use(name)
+    with pytest.raises(ConfigError, match=r"document name .* must be text"):
+        stored.documents.verify(["note", name])
+
+
+@pytest.mark.parametrize("names", [5, "note", b"note", np.array(5)])
+def test_names_to_verify_are_a_list(names: Any, stored: LLM) -> None:
+    """A number ended in a TypeError, and a text was taken for the names of its letters."""
+    with pytest.raises(ConfigError, match=r"documents .* must be a list of names"):
+        stored.documents.verify(names)
+
+
+@pytest.mark.parametrize(
+    "names", [[3], ["note", None], [["note"]], iter(()), 3, None, np.array("note")]
+)
 def test_names_are_text(names: Any, stored: LLM) -> None:
     """A number used to end in an AttributeError, no names of an iterator in one of numpy."""
     with pytest.raises(RequestError, match="must be a list of at least one stored name"):

@@ -6,6 +6,7 @@ Skipped without peft (`keyhole[lora]`). Without it adapters are refused (test_lo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,39 @@ def test_an_adapter_that_peft_cannot_merge_is_refused(
     peft.get_peft_model(network, config).save_pretrained(tmp_path / "a")
     with pytest.raises(ModelError, match=r"cannot be merged into the weights: .*; merge it with"):
         LLM(tmp_path / "a", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("lora_alpha", float("nan"), "lora_alpha nan in its adapter_config.json must be a finite"),
+        ("lora_alpha", True, "lora_alpha True in its adapter_config.json must be a finite"),
+        ("r", 0, "r 0 in its adapter_config.json must be a whole number >= 1"),
+        ("rank_pattern", 5, "rank_pattern 5 in its adapter_config.json must be numbers by module"),
+        ("alpha_pattern", {"q_proj": float("inf")}, "alpha_pattern of q_proj inf in its"),
+        ("use_rslora", "false", "use_rslora 'false' in its adapter_config.json must be true or"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(
+    folders: dict[str, Path], field: str, value: object, said: str
+) -> None:
+    """NaN was merged without a word, and "false" counted as true."""
+    config = folders["adapter"] / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {field: value}))
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load(folders["adapter"], "cpu")
+    with pytest.raises(ModelError, match=re.escape(said)):
+        LLM(folders["base"], device="cpu", adapters={"broken": folders["adapter"]})
+
+
+@pytest.mark.parametrize("number", [float("nan"), 1e38])
+def test_an_adapter_that_makes_weights_infinite_is_not_merged(
+    folders: dict[str, Path], number: float
+) -> None:
+    """It was merged; the first request said that the checkpoint should be looked at."""
+    path = folders["adapter"] / WEIGHTS
+    weights = load_file(path)
+    broken = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    save_file(weights | {broken: torch.full_like(weights[broken], number) * 9}, path)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj has NaN or infinite numbers in"):
+        load(folders["adapter"], "cpu")

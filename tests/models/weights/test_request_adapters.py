@@ -388,12 +388,12 @@ def test_routers_that_choose_experts_are_refused(tmp_path: Path, family: str) ->
 def test_a_config_that_peft_refuses_is_to_be_corrected(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The remedy was to name another base, for a rank of 0, too."""
+    """The remedy was to name another base, for a share of dropout of 2, too."""
     shutil.copytree(folders["narrow"], tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 0}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 2}))
     network = AutoModelForCausalLM.from_pretrained(folders["base"])
-    with pytest.raises(ModelError, match=r"value passed is 0; correct its adapter_config\.json"):
+    with pytest.raises(ModelError, match=r"but got 2; correct its adapter_config\.json"):
         read_adapters(network, {"none": tmp_path}, "base")
 
 
