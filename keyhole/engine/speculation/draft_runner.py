@@ -16,8 +16,13 @@ for the newest one, its own outputs for proposed ones. All rows are projected to
 begins: the draft did not run over the last proposed token, and the weights are read once either
 way.
 
-Cost per step: the draft's layer for the accepted tokens and for each proposed one but the last; for
-a policy that selects, queries, keys and scores of all rows.
+In texts of more than `MAX_READ` tokens only the first proposal of a step reads everything. The ones
+after it read the pages to which it gave the most attention, and the newest: tokens next to each
+other look at much the same places. A proposal that this makes worse costs an accepted token.
+
+Cost per step: the draft's layer for the accepted tokens and for each proposed one but the last,
+attention to all keys for the first; for a policy that selects, queries, keys and scores of all
+rows.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from keyhole.engine.decode_inputs import PageTable
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
-from keyhole.kernels import PagedQuery
+from keyhole.kernels import PagedQuery, ScoreRequest
 from keyhole.models.batch import Batch, Chunk
 from keyhole.models.fast_layers import speed_up
 from keyhole.models.model import Model
@@ -45,6 +50,10 @@ from keyhole.policies.base import Step
 from keyhole.policies.spe_context import choice_lists
 from keyhole.retrieval.draft import DRAFT_FOLDER, DraftModel
 from keyhole.retrieval.head import RetrievalHead
+
+#: The most tokens that a proposal after the first of its step reads, in whole pages. What this does
+#: to the acceptance was measured on "tiny-hops" (benchmarks/LOG.md).
+MAX_READ = 4096
 
 
 class DraftRunner(HeadRunner):
@@ -65,6 +74,9 @@ class DraftRunner(HeadRunner):
         # next one: features of the target, and the draft's own outputs.
         self._features = like.new_zeros(num_slots, 1 + config.num_draft_tokens, head.hidden_size)
         self._inputs = torch.zeros_like(self._features)
+        # Pages that can hold the proposed tokens and the one before, and pages read in all.
+        self._newest = 1 + -(-config.num_draft_tokens // cache.page_size)
+        self._most_pages = max(MAX_READ // cache.page_size, self._newest)
         # The position of the first of these features, on the host.
         self._first = np.zeros(num_slots, np.int64)
 
@@ -112,13 +124,12 @@ class DraftRunner(HeadRunner):
     ) -> dict[Sequence, list[int]]:
         """Proposes tokens after the newest ones, of which query and input are given."""
         found: dict[Sequence, list[int]] = {s: [] for s in sequences}
-        keys, values = (self._cache.common[name] for name in ("head_keys", "draft_values"))
+        last = max(s.num_computed + wanted[s] for s in sequences) - 1
+        table = self._send(self._table.rows(sequences, last // self._cache.page_size + 1))
+        scores = None
         for ahead in range(max(wanted.values())):
             positions = np.asarray([s.num_computed for s in sequences]) + ahead
-            table = self._table.rows(sequences, int(positions.max()) // self._cache.page_size + 1)
-            lengths = self._send((positions + 1).astype(np.int32))
-            paged = PagedQuery(query.to(keys.dtype), keys, values, self._send(table), lengths)
-            mixed = kernels.attend(paged, scale=self.head.scale)
+            mixed, scores = self._attend(query, table, positions, scores)
             tokens, features = self._draft.step(hidden, mixed)
             slots = self._send(np.asarray([s.slot for s in sequences]))
             self._inputs[slots, ahead + 1] = features
@@ -128,9 +139,32 @@ class DraftRunner(HeadRunner):
             if not more:
                 break
             some = self._send(np.asarray(more))
-            sequences, hidden = [sequences[i] for i in more], features[some]
+            sequences, hidden, table = [sequences[i] for i in more], features[some], table[some]
+            scores = None if scores is None else scores[some]
             query = self._project(tokens[some], sequences, positions[more] + 1, hidden)
         return found
+
+    def _attend(
+        self, query: Tensor, table: Tensor, positions: np.ndarray, scores: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention [B, heads, D] of the newest tokens, at these positions, and scores of pages.
+
+        scores: the first proposals', float32 [B, Hkv, M], by which the later ones choose the pages
+        that each KV head reads; None for the first, which read everything, and in short texts.
+        """
+        keys, values = (self._cache.common[name] for name in ("head_keys", "draft_values"))
+        size, scale = self._cache.page_size, self.head.scale
+        lengths = self._send((positions + 1).astype(np.int32))
+        paged = PagedQuery(query.to(keys.dtype), keys, values, table, lengths)
+        if table.shape[1] <= self._most_pages:
+            return kernels.attend(paged, scale=scale), None
+        if scores is None:
+            by_page = (ScoreRequest("group_max", size),)
+            mixed, (scores,) = kernels.attend_and_score(paged, requests=by_page, scale=scale)
+            return mixed, scores
+        pages = self._send((positions // size + 1).astype(np.int32))
+        chosen = kernels.top_k(scores, pages, self._most_pages, size, last=self._newest)
+        return kernels.attend(paged, scale=scale, selection=chosen), scores
 
     def _project(
         self, token_ids: Tensor, rows: list[Sequence], positions: np.ndarray, hidden: Tensor

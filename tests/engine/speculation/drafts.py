@@ -86,12 +86,13 @@ class Replayed:
     Where these say nothing, its own first token stays.
 
     made: what was proposed, and what the draft said in each place, by the tokens of the sequence
-    then.
+    then. mixed: the attention [heads, D] of each of these places.
     """
 
     runner: DraftRunner
     draft: Erring | None = None
     made: dict[tuple[int, ...], tuple[list[int], list[int]]] = field(default_factory=dict)
+    mixed: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
 
     def cut(self, sequence: Sequence) -> None:
         self.runner.cut(sequence)
@@ -101,6 +102,7 @@ class Replayed:
     ) -> dict[Sequence, list[int]]:
         known = {s: self.draft.propose(s, n) if self.draft else [] for s, n in wanted.items()}
         own: dict[Sequence, list[int]] = {s: [] for s in wanted}
+        attention: dict[Sequence, list[Tensor]] = {s: [] for s in wanted}
         step = self.runner._draft.step
 
         def told(hidden: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +111,7 @@ class Replayed:
             rows = [s for s in decodes if wanted.get(s, 0) > ahead]
             for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 own[sequence].append(token)
+                attention[sequence].append(mixed[row])
                 tokens[row] = dict(enumerate(known[sequence])).get(ahead, token)
             return tokens, features
 
@@ -119,6 +122,7 @@ class Replayed:
             found = {s: tokens[: len(known[s]) or 1] for s, tokens in found.items()}
         made = {tuple(s.tokens): (one, own[s][: len(one)]) for s, one in found.items()}
         self.made |= made
+        self.mixed |= {tuple(s.tokens): attention[s][: len(one)] for s, one in found.items()}
         return found
 
 

@@ -20,7 +20,7 @@ from keyhole.models.model import Model
 from keyhole.retrieval.draft import DRAFT_FOLDER
 from tests.checkpoints import make_config, make_model, make_network
 from tests.policies.models import VOCAB
-from tests.policies.recording import make_engine
+from tests.policies.recording import PAGE, make_engine
 from tests.retrieval.drafts import edit, make_draft
 
 COUNT, LAYERS = 4, (1, 2, 3)
@@ -54,9 +54,13 @@ class PlainDraft:
     """The draft in float64, one token after the other, with a list of keys and values.
 
     weights: of each token of the last call [heads, N], what it gives to the tokens up to itself.
+    mixed: the attention [heads, D] of each token of the last call.
+    pages: how many pages of PAGE tokens a given token reads, the newest two among them, by the
+    weights of the token before all given ones; None: everything.
     """
 
-    def __init__(self, path: Path, network: Any) -> None:
+    def __init__(self, path: Path, network: Any, pages: int | None = None) -> None:
+        self.pages = pages
         stored = load_file(path / "model.safetensors")
         self.config = json.loads((path / "config.json").read_text())
         self.ids = torch.arange(len(stored["d2t"])) + stored["d2t"]
@@ -74,7 +78,23 @@ class PlainDraft:
         a, b = x[:, :half], x[:, half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
-    def _step(self, token: int, position: int, hidden: Tensor) -> tuple[Tensor, int]:
+    def _read(self, position: int, weights: Tensor | None) -> list[set[int]]:
+        """The tokens that each KV head reads; weights [heads, N]: those of the choosing token."""
+        kv = self.config["num_key_value_heads"]
+        if weights is None or self.pages is None:
+            return [set(range(position + 1))] * kv
+        newest = position // PAGE
+        found = []
+        for group in weights.view(kv, -1, weights.shape[1]).amax(1):
+            scores = [float(group[at : at + PAGE].sum()) for at in range(0, len(group), PAGE)]
+            order = sorted(range(newest - 1), key=lambda page: -scores[page])
+            chosen = {*order[: self.pages - 2], newest - 1, newest}
+            found.append({t for t in range(position + 1) if t // PAGE in chosen})
+        return found
+
+    def _step(
+        self, token: int, position: int, hidden: Tensor, by: Tensor | None = None
+    ) -> tuple[Tensor, int]:
         w, dim = self.w, self.config["head_dim"]
         heads, kv = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         embedded = self._norm(self.embedding[token], "input_layernorm")
@@ -83,12 +103,15 @@ class PlainDraft:
         self.keys.append(self._turned((w["self_attn.k_proj.weight"] @ x).view(kv, dim), position))
         self.values.append((w["self_attn.v_proj.weight"] @ x).view(kv, dim))
         mixed, weights = [], []
+        read = self._read(position, by)
         for head in range(heads):
             own = head * kv // heads
             logits = torch.stack([query[head] @ k[own] for k in self.keys]) * dim**-0.5
+            logits[[t for t in range(position + 1) if t not in read[own]]] = -torch.inf
             weights.append(logits.softmax(0))
             mixed.append(sum(a * v[own] for a, v in zip(weights[-1], self.values, strict=True)))
         self.weights.append(torch.stack(weights))
+        self.mixed.append(torch.stack(mixed))
         hidden = hidden + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
         y = self._norm(hidden, "post_attention_layernorm")
         gated = F.silu(w["mlp.gate_proj.weight"] @ y) * (w["mlp.up_proj.weight"] @ y)
@@ -108,6 +131,7 @@ class PlainDraft:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.weights: list[Tensor] = []
+        self.mixed: list[Tensor] = []
         if states is None:
             ids = torch.tensor([[*tokens[:-1]]])
             states = [x[0] for x in self.network(ids, output_hidden_states=True).hidden_states]
@@ -116,9 +140,9 @@ class PlainDraft:
         fused = torch.cat([torch.zeros_like(fused[:1]), fused])
         for position, token in enumerate(tokens):
             hidden, best = self._step(token, position, fused[position])
-        found = [best]
+        found, by = [best], self.weights[-1]
         for position, token in enumerate(given, len(tokens)):
-            hidden, best = self._step(token, position, hidden)
+            hidden, best = self._step(token, position, hidden, by)
             found.append(best)
         return found
 

@@ -21,6 +21,7 @@ from keyhole import (
     SamplingParams,
     SpeContext,
 )
+from keyhole.engine.speculation import draft_runner
 from keyhole.engine.speculation.draft_runner import speed_up_draft
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -46,11 +47,17 @@ __all__ = ["model"]
 
 
 @pytest.mark.slow
-def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
+@pytest.mark.parametrize("pages", [None, 6])
+def test_it_proposes_what_a_plain_drafter_does(
+    model: Model, pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the target's features of accepted tokens alone, whatever was rejected before.
 
     Ragged requests with prompts in chunks, a cached prefix, and steps in which some are right.
+    Proposals after the first read a few pages, or everything.
     """
+    if pages is not None:
+        monkeypatch.setattr(draft_runner, "MAX_READ", pages * PAGE)
     settings = {"prefill_chunk": 24, "max_batch": 4}
     wanted = served(make_engine(model, Full(), **settings))
     engine = drafted(model, **settings)
@@ -60,11 +67,13 @@ def test_it_proposes_what_a_plain_drafter_does(model: Model) -> None:
     assert_drafted(found)
     again = served(engine, ((0, found[1].tokens[:100], 9),))
     assert again[0].num_cached >= 96
-    plain = PlainDraft(model.draft, network_of(model))  # type: ignore[arg-type]
+    plain = PlainDraft(model.draft, network_of(model), pages)  # type: ignore[arg-type]
     made = list(replayed.made.items())
     assert len(made) > 40
     for tokens, (proposed, own) in [*made[::12], *made[-2:]]:
         assert plain.propose(tokens, proposed[:-1]) == own
+        attention = torch.stack(plain.mixed[len(tokens) - 1 :])
+        assert (torch.stack(replayed.mixed[tokens]) - attention).abs().max() < 1e-5
 
 
 @pytest.mark.slow
