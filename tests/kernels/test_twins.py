@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from keyhole import kernels
 from keyhole.kernels import ScoreRequest, Selection, cpu, reference
+from keyhole.kernels.reference import quantised
 from tests.effort import examples
 
 PAGE = 16
@@ -277,6 +280,50 @@ def test_a_result_depends_neither_on_the_batch_nor_on_threads(path: str) -> None
             assert torch.equal(alone, together[one])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.int8])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_that_are_read_together_have_the_results_that_each_has_alone(
+    path: str, rows: int, dtype: torch.dtype
+) -> None:
+    """One thread reads several KV heads page by page; of 64 threads each reads one head."""
+    if path == "reference":
+        pytest.skip("torch's products may differ with the number of threads")
+    kept = torch.float32 if dtype == torch.int8 else dtype
+    cache = Cache([2500] * rows + [40], (6, 4, 64, 64), kept)
+    for row in range(rows):  # of one sequence, as speculation verifies them
+        cache.table[row] = cache.table[0]
+        cache.lengths[row] = 2500 - rows + 1 + row
+    if dtype == torch.int8:
+        cache.keys, cache.values = (
+            quantised.quantise(x.nan_to_num(), dtype) for x in (cache.keys, cache.values)
+        )
+    pages = torch.arange(0, 150, 3).repeat(rows + 1, 1, 1)
+    pages[-1] = -1
+    pages[-1, :, :2] = torch.tensor([0, 2])
+    counts = torch.tensor([[pages.shape[-1]]] * rows + [[2]])
+    chosen = Selection(pages.int(), counts.int(), PAGE)
+
+    def results() -> list[Tensor]:
+        out, scores = kernels.attend_and_score(
+            cache.paged, requests=(ScoreRequest("group_max", 1),), scale=cache.scale
+        )
+        options: tuple[dict[str, Any], ...] = ({"window": 1700}, {"selection": chosen})
+        some = [kernels.attend(cache.paged, scale=cache.scale, **one) for one in options]
+        return [out, *scores, *some]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = results()
+        torch.set_num_threads(64)
+        alone = results()
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(together, alone, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -45,20 +45,27 @@ class Attention {
         query_stride_ = Form::size(a.D);
         out_stride_ = a.out ? rounded_up(a.Dv, Vector::width) : 0;
         num_lists_ = row_blocks_.count() * a.Hkv;
-        first_task_ = static_cast<int64_t*>(workspace(0, (3 * num_lists_ + 2) * sizeof(int64_t)));
-        first_part_ = first_task_ + num_lists_ + 1;
+        first_part_ = static_cast<int64_t*>(workspace(0, (3 * num_lists_ + 2) * sizeof(int64_t)));
         left_ = first_part_ + num_lists_ + 1;
-        first_task_[0] = first_part_[0] = 0;
-        int64_t tokens = 0;
+        first_task_ = left_ + num_lists_;
+        first_part_[0] = 0;
+        int64_t tokens = 0, splits = 0, most = 0;
         for (int64_t i = 0; i < num_lists_; i++) {
             const int64_t rows = row_blocks_.rows(i / a.Hkv), size = chunk_size(length(i));
             const int64_t chunks = (length(i) + size - 1) / size;
             left_[i] = chunks > 1 ? chunks : 1;
-            first_task_[i + 1] = first_task_[i] + left_[i];
             first_part_[i + 1] = first_part_[i] + left_[i] * part_size(rows * G_);
             tokens += length(i) * rows;
+            splits += left_[i];
+            if (rows > most) most = rows;
         }
-        num_tasks_ = first_task_[num_lists_];
+        heads_ = heads_together(most * G_, splits);
+        groups_ = (a.Hkv + heads_ - 1) / heads_;
+        num_groups_ = row_blocks_.count() * groups_;
+        first_task_[0] = 0;
+        for (int64_t i = 0; i < num_groups_; i++)
+            first_task_[i + 1] = first_task_[i] + left_[first_list(i)];
+        num_tasks_ = first_task_[num_groups_];
         const bool wants_weights = a.num_requests || a.weights;
         query_ = static_cast<Query*>(workspace(1, a.B * a.Hq * query_stride_ * sizeof(Query)));
         for (int64_t i = 0; i < a.B * a.Hq; i++)
@@ -85,11 +92,13 @@ class Attention {
 
     void run() {
         for_each(num_tasks_, parallel_, [this](int64_t task) {
-            const int64_t list = list_of(task);
-            chunk(task, list);
+            const int64_t group = group_of(task), list = first_list(group), h = list % a_.Hkv;
+            const int heads = static_cast<int>(lesser(heads_, a_.Hkv - h));
+            chunk(task - first_task_[group], list, heads);
             // The thread that finishes a row's last split combines the splits; no barrier is
             // needed.
-            if (__atomic_sub_fetch(&left_[list], 1, __ATOMIC_ACQ_REL) == 0) join(list);
+            for (int64_t i = list; i < list + heads; i++)
+                if (__atomic_sub_fetch(&left_[i], 1, __ATOMIC_ACQ_REL) == 0) join(i);
         });
         if (!raw_) return;
         const int64_t blocks = (N_ + block_ - 1) / block_;
@@ -102,6 +111,23 @@ class Attention {
     static constexpr int64_t kAlone = 1 << 17;
     // Tokens whose weights are reduced together, at most.
     static constexpr int64_t kBlock = 1024;
+    // KV heads that one task reads together, at most, and the bytes of their queries and sums: as
+    // many as leave room for keys and values in the first cache.
+    static constexpr int kHeads = 8;
+    static constexpr int64_t kState = 1 << 14;
+
+    // KV heads that a task reads together, where all read the same tokens. rows: of a KV head.
+    // splits: tasks of one head each, of which every thread keeps a few.
+    int64_t heads_together(int64_t rows, int64_t splits) const {
+        if (a_.low_rank || a_.keys.dim_stride != 1 || (a_.indices && a_.index_heads > 1)) return 1;
+        const int64_t bytes = rows * (query_stride_ * sizeof(Query) + out_stride_ * sizeof(float));
+        const int64_t heads = lesser(kState / bytes, splits / (4 * omp_get_max_threads()));
+        return heads < 1 ? 1 : lesser(heads, lesser(kHeads, a_.Hkv));
+    }
+    // The first list of a group of heads.
+    int64_t first_list(int64_t group) const {
+        return group / groups_ * a_.Hkv + group % groups_ * heads_;
+    }
 
     // Where a row's query head stands among all: those of a block and KV head one after another.
     int64_t place(int64_t b, int64_t head) const {
@@ -138,16 +164,16 @@ class Attention {
         return rounded_up(rows * (out_stride_ + Vector::width + 1), 16);
     }
 
-    Rows part(int64_t task, int64_t list) const {
+    Rows part(int64_t split, int64_t list) const {
         const int64_t rows = row_blocks_.rows(list / a_.Hkv) * G_;
-        float* p = part_ + first_part_[list] + (task - first_task_[list]) * part_size(rows);
+        float* p = part_ + first_part_[list] + split * part_size(rows);
         float *weight = p + rows * out_stride_, *largest = weight + rows * Vector::width;
         return {rows, out_stride_, largest, weight, out_stride_ ? p : nullptr};
     }
 
-    // The list with first_task_[list] <= task < first_task_[list + 1].
-    int64_t list_of(int64_t task) const {
-        int64_t low = 0, high = num_lists_;
+    // The group with first_task_[group] <= task < first_task_[group + 1].
+    int64_t group_of(int64_t task) const {
+        int64_t low = 0, high = num_groups_;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
             (first_task_[middle] <= task ? low : high) = middle;
@@ -155,57 +181,66 @@ class Attention {
         return low;
     }
 
-    // What all rows of the block read, once; then what each of them reads by itself.
-    void chunk(int64_t task, int64_t list) const {
+    // One split of some lists of a block: what all rows of the block read, once; then what each of
+    // them reads by itself.
+    void chunk(int64_t split, int64_t list, int heads) const {
         const int64_t block = list / a_.Hkv, h = list % a_.Hkv, first = row_blocks_.first(block);
-        const Rows rows = part(task, list);
-        rows.clear();
-        const int64_t size = chunk_size(length(list)), offset = (task - first_task_[list]) * size;
+        Rows rows[kHeads], own[kHeads];
+        for (int i = 0; i < heads; i++) {
+            rows[i] = part(split, list + i);
+            rows[i].clear();
+        }
+        const int64_t size = chunk_size(length(list)), offset = split * size;
         const int64_t shared = row_blocks_.shared(block, h);
         if (offset < shared)
-            read(source(first, h, nullptr), offset, lesser(shared, offset + size),
-                 place(first, h * G_), rows);
+            read(source(first, h, nullptr), heads, offset, lesser(shared, offset + size),
+                 place(first, h * G_), rows[0].count, rows);
         for (int64_t b = first; b < first + row_blocks_.rows(block); b++) {
             int64_t begin, end;
             row_blocks_.range(b, h, begin, end);
             begin += offset;
             end = lesser(end, begin + size);
-            const Rows own = rows.some((b - first) * G_, G_);
-            chunk_of_row(b, h, begin < shared ? shared : begin, end, own);
-            if (!a_.out && raw_) note(own, raw_ + place(b, h * G_) * N_, begin, end);
+            for (int i = 0; i < heads; i++) own[i] = rows[i].some((b - first) * G_, G_);
+            chunk_of_row(b, h, heads, begin < shared ? shared : begin, end, rows[0].count, own);
+            for (int i = 0; !a_.out && raw_ && i < heads; i++)
+                note(own[i], raw_ + place(b, (h + i) * G_) * N_, begin, end);
         }
     }
 
-    void chunk_of_row(int64_t b, int64_t h, int64_t begin, int64_t end, const Rows& rows) const {
+    void chunk_of_row(int64_t b, int64_t h, int heads, int64_t begin, int64_t end, int64_t apart,
+                      const Rows* rows) const {
         const int64_t row = place(b, h * G_);
         if constexpr (kScaled) {
-            read(source(b, h, nullptr), begin, end, row, rows);
+            read(source(b, h, nullptr), heads, begin, end, row, apart, rows);
         } else if (plain_query_) {
             read_columns(b, h, begin, end, row);
         } else if (a_.low_rank) {
             LowRankKeys<K> keys(a_, b, h, room_ + omp_get_thread_num() * room_size_);
-            read(source(b, h, &keys), begin, end, row, rows);
+            read(source(b, h, &keys), heads, begin, end, row, apart, rows);
         } else {
-            read(source(b, h, nullptr), begin, end, row, rows);
+            read(source(b, h, nullptr), heads, begin, end, row, apart, rows);
         }
     }
 
-    void read(const Source<K>& source, int64_t begin, int64_t end, int64_t row,
-              const Rows& rows) const {
+    // `row`: of the first of the heads; those of the next one are `apart` rows further.
+    void read(const Source<K>& source, int heads, int64_t begin, int64_t end, int64_t row,
+              int64_t apart, const Rows* rows) const {
         constexpr int N = Form::tokens;
         [[maybe_unused]] typename Form::Unit unit{};
-        Tiles<K, N> tiles(source, begin, end, a_.D + a_.Dv);
+        Tiles<K, N> tiles(source, heads, begin, end, a_.D + a_.Dv);
         const auto over = [&](const Tile<K, N>& tile, const Scales* scales) {
-            float* raw = raw_ ? raw_ + row * N_ + tile.position[0] : nullptr;
-            Form::attend(query_ + row * query_stride_, query_stride_, tile, a_.D, a_.Dv,
-                         a_.scoring, rows, raw, N_, nullptr, nullptr, tiles.ahead(), scales);
+            const int64_t at = row + tile.head * apart;
+            float* raw = raw_ ? raw_ + at * N_ + tile.position[0] : nullptr;
+            Form::attend(query_ + at * query_stride_, query_stride_, tile, a_.D, a_.Dv,
+                         a_.scoring, rows[tile.head], raw, N_, nullptr, nullptr, tiles.ahead(),
+                         scales);
         };
         for (; tiles.left(); tiles.advance()) {
             if constexpr (Form::reads_scales) {
                 over(tiles.tile(), nullptr);
             } else if constexpr (kScaled) {
                 Scales scales;
-                read_scales(tiles.tile(), a_.D, a_.Dv, rows.out, scales);
+                read_scales(tiles.tile(), a_.D, a_.Dv, rows[0].out, scales);
                 over(tiles.tile(), &scales);
             } else {
                 source.low_rank ? over(source.low_rank->rebuilt(tiles.tile()), nullptr)
@@ -261,8 +296,8 @@ class Attention {
     // Combines the splits of one block of rows and KV head.
     void join(int64_t list) const {
         const int64_t first = row_blocks_.first(list / a_.Hkv), h = list % a_.Hkv;
-        const int64_t splits = first_task_[list + 1] - first_task_[list];
-        const Rows rows = part(first_task_[list], list);
+        const Rows rows = part(0, list);
+        const int64_t splits = (first_part_[list + 1] - first_part_[list]) / part_size(rows.count);
         for (int64_t row = 0; row < rows.count; row++)
             join(rows.some(row, 1), splits, part_size(rows.count), first + row / G_,
                  h * G_ + row % G_);
@@ -346,9 +381,12 @@ class Attention {
     const RowBlocks row_blocks_;
     // A list: what a block of rows reads of a KV head.
     int64_t query_stride_, out_stride_, num_lists_, num_tasks_, block_;
+    // Groups of KV heads: heads of one, groups of a block, all groups.
+    int64_t heads_, groups_, num_groups_;
     bool parallel_;
-    // Of each list: its first split, where the numbers of its splits begin, splits not yet finished.
-    int64_t *first_task_, *first_part_, *left_;
+    // Of each list: where the numbers of its splits begin, splits not yet finished. Of each group:
+    // its first task.
+    int64_t *first_part_, *left_, *first_task_;
     Query* query_;
     float* plain_query_ = nullptr;  // for keys that are columns
     int64_t room_size_ = 0;

@@ -160,7 +160,7 @@ class CausalAttention {
         float* room = packed_ + thread * room_;
         const PromptTiles<T> reader(a_, room);
         Wide wide(a_.D, a_.Dv, room + packed_room_);
-        Tiles<K, N> tiles(from, low, high, a_.D + a_.Dv);
+        Tiles<K, N> tiles(from, 1, low, high, a_.D + a_.Dv);
         for (; tiles.left(); tiles.advance()) {
             const Tile<K, N>& tile = tiles.tile();
             const bool seen = tile.position[tile.count - 1] <= first &&

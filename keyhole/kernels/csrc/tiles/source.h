@@ -78,17 +78,19 @@ struct Source {
 };
 
 // The tiles of a range in order, each with a later one to prefetch: the next one, or the one after
-// it where tiles are so small that memory latency exceeds the work.
+// it where tiles are so small that memory latency exceeds the work. Several KV heads that read the
+// same tokens take turns, tile by tile: a page holds one head after another, so that memory is read
+// in its order.
 template <class T, int N = kTile>
 class Tiles {
   public:
-    // `numbers`: of a token, its key and its value.
-    Tiles(const Source<T>& source, int64_t begin, int64_t end, int64_t numbers)
-        : source_(source), end_(end), at_(begin) {
+    // `source`: of the first of `heads` KV heads. `numbers`: of a token, its key and its value.
+    Tiles(const Source<T>& source, int heads, int64_t begin, int64_t end, int64_t numbers)
+        : source_(source), heads_(heads), end_(end), at_(begin) {
         const bool tokens = source.entries && source.unit == 1;  // no gain there, on AVX2 a loss
         const int64_t bytes = numbers * sizeof(T);
         far_ = tokens || bytes > kSmall || N * bytes > kSmallTile ? 1 : 2;
-        for (int i = 0; i <= far_; i++) at_ = source_.next(at_, end_, tiles_[i]);
+        for (int i = 0; i <= far_; i++) fill(i);
     }
     bool left() const { return tiles_[now_].count > 0; }
     const Tile<T, N>& tile() const { return tiles_[now_]; }
@@ -97,16 +99,36 @@ class Tiles {
         return later.count ? &later : nullptr;
     }
     void advance() {
-        at_ = source_.next(at_, end_, tiles_[now_]);
+        fill(now_);
         now_ = now_ == far_ ? 0 : now_ + 1;
     }
 
   private:
     // Bytes of a token, of a tile; measured (benchmarks/LOG.md).
     static constexpr int64_t kSmall = 256, kSmallTile = 8192;
+
+    // The tile after that of the slot before.
+    void fill(int slot) {
+        Tile<T, N>& tile = tiles_[slot];
+        if (next_head_ == 0) {
+            at_ = source_.next(at_, end_, tile);
+        } else {
+            const Tile<T, N>& before = tiles_[slot ? slot - 1 : far_];
+            tile.count = before.count;
+            for (int t = 0; t < N && tile.count; t++) {
+                tile.key[t] = before.key[t] + source_.key_pages.head_stride;
+                tile.value[t] = before.value[t] + source_.value_pages.head_stride;
+                tile.position[t] = before.position[t];
+            }
+        }
+        tile.head = next_head_;
+        next_head_ = next_head_ + 1 == heads_ ? 0 : next_head_ + 1;
+    }
+
     const Source<T> source_;
+    const int heads_;
     const int64_t end_;
     int64_t at_;
-    int far_, now_ = 0;
+    int far_, now_ = 0, next_head_ = 0;
     Tile<T, N> tiles_[3];
 };

@@ -12,6 +12,7 @@ template <class T, int N = kTile>
 struct Tile {
     static constexpr int size = N;
     int count = 0;
+    int head = 0;  // which of the KV heads that read the tokens together
     const T* key[N];
     const T* value[N];
     int64_t position[N];
