@@ -316,8 +316,8 @@ def _with_default(text: str, field: dataclasses.Field[Any]) -> str:
         return text.replace("None: ", "default: ")
     text = text.partition("; None: ")[0]
     default: Any = field.default
-    plain = default in ((), "") or isinstance(default, bool)
     shown = bytes_text(default) if is_size(field) else terminal.setting(default)
+    plain = default in ((), "") or isinstance(default, bool)
     return text if plain else f"{text}; default: {shown}"
 
 

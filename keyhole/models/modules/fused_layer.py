@@ -20,7 +20,7 @@ import itertools
 import operator
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,8 @@ def fusible(network: Any) -> list[Any]:
     """Decoder layers of a network that compute what `decoder_layer` does, with plain weights."""
     known: dict[Any, bool] = {}
     found = []
-    for index, layer in enumerate(getattr(network.base_model, "layers", ())):
+    layers: Iterable[Any] = getattr(network.base_model, "layers", ())
+    for index, layer in enumerate(layers):
         classes = ((name, type(part)) for name, part in layer.named_modules())
         kind = *classes, *_settings(layer)
         if kind not in known:
