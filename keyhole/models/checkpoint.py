@@ -17,7 +17,8 @@ from keyhole.cache.layout import ITEMSIZES, Geometry, LayerLayout
 from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.locate import ModelFiles, locate
-from keyhole.models.shrink import build
+from keyhole.models.model_config import read_config
+from keyhole.models.shrink import count_weights
 from keyhole.models.weights.gguf_file import KeptSize, stored_dtype
 from keyhole.models.weights.stored import LAYER
 
@@ -92,10 +93,10 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         stored = json.loads(path.read_text()) if place.gguf is None else {}
         if not isinstance(stored, dict):
             raise ModelError(f"the config of {name!r} must be a JSON object")
-        built = build(place)
-        config = built.config
+        config = read_config(place)
         families.check(config, name)
         _check_planned(config, name)
+        weights = count_weights(place, config)
         quantised = "quantization_config" in stored
         headers = [] if quantised else list(_headers(path.parent))
         # Of a model of images and text, the files have more than is loaded. Some have no
@@ -105,7 +106,7 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         number = dtype
         if dtype == "auto":
             number = _dtype(stored, headers) if place.gguf is None else stored_dtype(path)
-        total, kept = counted or built.num_parameters, built.kept
+        total, kept = counted or weights.num_parameters, weights.kept
         return Checkpoint(
             name=_short(place),
             dtype=number,
@@ -114,7 +115,7 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
             num_parameters=total,
             weight_bytes=kept.num_bytes + (total - kept.num_weights) * ITEMSIZES[number],
             counted_from=_source(counted, kept),
-            layer_parameters=built.layer_parameters,
+            layer_parameters=weights.layer_parameters,
             step_numbers=step_numbers(config),
             vocab_size=int(config.vocab_size),
             max_length=families.max_length(config, families.rope_lengths(config))[0],

@@ -358,25 +358,23 @@ def _network(config: Any) -> PreTrainedModel:
         raise
 
 
-class Built(NamedTuple):
-    """A model's config, and its size: all weights, those of the last layer, and those in blocks."""
+class WeightCount(NamedTuple):
+    """The numbers of weights: all, those of the last layer, and those kept in a file's blocks."""
 
-    config: Any
     num_parameters: int
     layer_parameters: int
     kept: gguf_file.KeptSize
 
 
-def build(place: ModelFiles) -> Built:
-    """A model's config and the sizes of its weights; no memory is taken."""
-    config = read_config(place)
+def count_weights(place: ModelFiles, config: Any) -> WeightCount:
+    """Counts the weights of a model; no memory is taken."""
     with torch.device("meta"):
         network = _network(config)  # whatever the weights are stored in
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network
     kept = gguf_file.kept_size(place, network)
-    return Built(config, _num_stored(network), _num_stored(last), kept)
+    return WeightCount(_num_stored(network), _num_stored(last), kept)
 
 
 def _num_stored(module: nn.Module) -> int:

@@ -33,7 +33,7 @@ MISTAKES = [
     ("generate --file x --prompt-ids 1", "give either --file or --prompt-ids, not both"),
     ("generate x --logprobs 3", "--logprobs needs --json, which shows them"),
     ("documents ask x --documents d --logprobs 3", "--logprobs needs --json, which shows them"),
-    ("generate x --n 0", "n 0 must be at least 1"),
+    ("generate x --n 0", "n 0 must be from 1 to 16,384"),
     ("generate x --n many", "--n 'many' must be a whole number"),
     ("generate x --n", "argument --n: expected one argument"),
     ("generate x --logit-bias 15", "--logit-bias '15' must be a token id and a number such as"),

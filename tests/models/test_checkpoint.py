@@ -124,6 +124,7 @@ def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
         ({}, "cannot be read: ValueError: Unrecognized model"),
         ([], "must be a JSON object"),
         ({"model_type": "llama", "num_hidden_layers": "two"}, "expected int, got str"),
+        (stored("llama") | {"intermediate_size": -5}, "says intermediate_size -5"),
         # Only loading refused it.
         (
             stored("llama") | {"rope_parameters": {"rope_type": "yarm"}},
