@@ -32,7 +32,7 @@ from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError, KeyholeError, ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.device_map import DeviceMap
-from keyhole.models.loading import adopt, load
+from keyhole.models.loading import adopt, load, require_own
 from keyhole.models.locate import Origin
 from keyhole.models.model import Model
 from keyhole.models.model_config import is_remote, text_part
@@ -131,6 +131,7 @@ def load_exact(
             "tokenizer= must be given to keyhole.models.loading.load, because this model is "
             "already loaded"
         )
+    require_own(device, dtype, model.device, model.dtype)
     return model
 
 

@@ -286,20 +286,29 @@ def adopt(
         where = ", ".join(sorted(map(str, places)))
         raise ConfigError(f"a model must be on one device, cpu or cuda; {name!r} is on {where}")
     place = places.pop()
-    if device != "auto" and one_device(device) != place:
-        raise ConfigError(
-            f"device is {str(device)!r}, but the model is on {str(place)!r}; move it first"
-        )
-    if dtype != "auto" and _dtype(dtype) != network.dtype:
-        raise ConfigError(
-            f"dtype is {str(dtype)!r}, but the model is in {network.dtype}; convert it first"
-        )
+    require_own(device, dtype, place, network.dtype)
     _require_cpu(wanted, place)
     # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
     _attend_by_pages(copied)
     return _model(name, copied, place, tokenizer, wanted, adapters)
+
+
+def require_own(
+    device: str | torch.device, dtype: str | torch.dtype, place: torch.device, number: torch.dtype
+) -> None:
+    """ConfigError for a device or dtype that is not a loaded model's own, `place` and `number`."""
+    wanted = place if device == "auto" else one_device(device)
+    # "cuda" is any of them.
+    if wanted.type != place.type or wanted.index not in (None, place.index):
+        raise ConfigError(
+            f"device is {str(device)!r}, but the model is on {str(place)!r}; move it first"
+        )
+    if dtype != "auto" and _dtype(dtype) != number:
+        raise ConfigError(
+            f"dtype is {str(dtype)!r}, but the model is in {number}; convert it first"
+        )
 
 
 def _require_cpu(wanted: WeightFormat | None, place: torch.device) -> None:

@@ -200,8 +200,9 @@ def test_a_loaded_model_of_transformers_shares_its_weights_and_stays_as_it_is(pa
     assert theirs[0, ids.shape[1] :].tolist() == wanted.token_ids
     with pytest.raises(RequestError, match="no tokenizer"):
         LLM(network).generate("hello")
-    with pytest.raises(ConfigError, match="dtype is 'bfloat16', but the model is in"):
-        LLM(network, dtype="bfloat16")
+    for loaded in (network, llm.engine.model):
+        with pytest.raises(ConfigError, match="dtype is 'bfloat16', but the model is in"):
+            LLM(loaded, dtype="bfloat16")
     with pytest.raises(ModelError, match=r"tokenizer must be a transformers tokenizer, not int"):
         LLM(network, tokenizer=5)
 
