@@ -171,10 +171,8 @@ def require_layers_of(name: str, value: Sequence[int], num_layers: int) -> None:
 
 def is_number(value: object) -> bool:
     """Whether `value` is a finite number, numpy's too (a bool is not), that a float can hold."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
     try:
-        return math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number beyond all floats
         return False
 
@@ -284,7 +282,8 @@ class SamplingParams:
             value = (value,) if isinstance(value, str) else value
             require(isinstance(value, tuple | list), name, value, "a list or tuple")
             object.__setattr__(self, name, tuple(value))
-        require(1 <= self.n <= _MOST_COMPLETIONS, "n", self.n, f"from 1 to {_MOST_COMPLETIONS:,}")
+        # Each completion is a request; more is a mistake, and would take all memory.
+        require(1 <= self.n <= 2**14, "n", self.n, "from 1 to 16,384")
         self._require_number("max_tokens", "at least 1", lambda x: x >= 1)
         self._require_number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._require_number("min_p", "from 0 to 1", lambda x: 0 <= x <= 1)
@@ -351,8 +350,6 @@ class SamplingParams:
         return dataclasses.replace(self, **missing)
 
 
-#: Completions of a prompt. Each is a request; more is a mistake, and would take all memory.
-_MOST_COMPLETIONS = 2**14
 #: Logits are float32. One that is multiplied or divided by the factor remains finite.
 _MOST_BIAS = 1e38
 _MOST_FACTOR = 1e30

@@ -5,7 +5,7 @@
     answers.py     the fields of answers
     completions.py /v1/chat/completions and /v1/completions
     chat/          chat templates, tool calls, reasoning, grammars of replies
-    responses.py   /v1/responses; responses_body.py its fields, as messages of a chat
+    responses.py   /v1/responses
     documents/     /v1/documents, and the passages that answers used
     errors.py      every error as OpenAI's error object
     gate.py        API keys, the size of bodies, an id for every request

@@ -7,6 +7,7 @@ import pkgutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -57,11 +58,14 @@ def own_engine() -> None:
         pytest.skip("other processes serve, behind another HTTP server")
 
 
-@pytest.fixture(scope="session")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = tmp_path_factory.mktemp("model")
+def make_llm(folder: Path) -> LLM:
     path = make_model("llama", folder, tokenizer=True, vocab_size=300)
     return LLM(path, memory="8MiB", max_batch=4, documents=folder / "documents")
+
+
+@pytest.fixture(scope="session")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return make_llm(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from keyhole import LLM
 from keyhole.server.metrics import BatchedHistogram
-from tests.checkpoints import make_model
-from tests.server.conftest import serving
+from tests.server.conftest import make_llm, serving
 
 ROOT = Path(__file__).parents[2]
 #: Names in an expression that are PromQL's own.
@@ -23,9 +22,7 @@ _FUNCTIONS = {"sum", "rate", "increase", "histogram_quantile", "by", "le", "or",
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """One that no other test has asked, as its prefix cache is counted."""
-    folder = tmp_path_factory.mktemp("model")
-    path = make_model("llama", folder, tokenizer=True, vocab_size=300)
-    return LLM(path, memory="8MiB", max_batch=4, documents=folder / "documents")
+    return make_llm(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
