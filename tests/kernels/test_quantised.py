@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import ScoreRequest, Selection
+from keyhole.kernels import ScoreRequest, Selection, cpu
 from keyhole.kernels.reference.quantised import STORED
 from tests.effort import examples
 from tests.kernels.paged import DTYPES, Paged, assert_close, paged
@@ -315,7 +315,15 @@ def test_gathered_tokens_are_dequantised_and_gathered_rows_are_not(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "dim", "length"),
-    [(4, 64, 1100), (1, 80, 65), (2, 128, 64), (3, 64, 63), (7, 20, 200), (8, 128, 129)],
+    [
+        (4, 64, 1100),
+        (1, 80, 65),
+        (2, 128, 64),
+        (3, 64, 63),
+        (7, 20, 200),
+        (8, 128, 129),
+        (12, 72, 300),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_and_weights_are_rounded_to_16_bits_at_most(
@@ -346,6 +354,41 @@ def test_queries_and_weights_are_rounded_to_16_bits_at_most(
     assert_close(out, wanted, dtype, loss=loss)
     split = shares.reshape(2, group, length).max(1)
     assert (np.abs(float64(found[0, :, :length]) - split) <= (share + 1e-4) * split).all()
+
+
+@pytest.mark.skipif("amx" not in cpu.paths(), reason="needs Intel's matrix unit")
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (80, 200), (128, 64)])
+@pytest.mark.parametrize("group", [5, 8, 12, 70])
+@pytest.mark.parametrize("unit", [None, 1, 16])
+def test_the_matrix_unit_has_the_results_of_vectors(
+    group: int, dim: int, value_dim: int, unit: int | None
+) -> None:
+    """So a row has the same result whatever the number of rows that share its tokens."""
+    random = torch.Generator().manual_seed(group)
+    keys, values = (
+        stored(torch.randn(30, 2, 16, n, generator=random), "int8") for n in (dim, value_dim)
+    )
+    paged = kernels.PagedQuery(
+        torch.randn(1, 2 * group, dim, generator=random).bfloat16(),
+        keys,
+        values,
+        torch.randperm(30, generator=random, dtype=torch.int32)[None],
+        torch.tensor([467]),
+    )
+    selection = None
+    if unit:
+        chosen = torch.arange(0, 467 // unit, 2, dtype=torch.int32)[None, None]
+        selection = Selection(chosen, torch.tensor([[chosen.numel()]], dtype=torch.int32), unit)
+    found = []
+    before = cpu.current()
+    try:
+        for path in ("amx", "avx512"):
+            cpu.use(path)
+            found.append(kernels.attend(paged, selection=selection, scale=dim**-0.5))
+    finally:
+        cpu.use(before)
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -184,11 +184,18 @@ def test_a_broken_newest_token_breaks_no_row_before_it(rows: Rows) -> None:
     assert torch.equal(after[:last], before[:last])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [512, 515, 1027, 16386])
-def test_a_long_row_is_split_as_it_is_by_itself(dtype: torch.dtype, length: int) -> None:
-    """Also where rows cross into another split, or into splits of another size (16,384 tokens)."""
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize(
+    "length", [67, 131, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 515, 1027, 16386))]
+)
+def test_a_long_row_is_split_as_it_is_by_itself(
+    dtype: torch.dtype, kv_dtype: str | None, length: int
+) -> None:
+    """Also where rows cross into another tile or split, or splits of another size (16,384 tokens).
+
+    int8 is read in tiles of 128 tokens, whose weights are rounded together.
+    """
     size, heads, dim, count = 16, 2, 16, 5
     random = torch.Generator().manual_seed(length)
     num_pages = -(-length // size)
@@ -205,13 +212,20 @@ def test_a_long_row_is_split_as_it_is_by_itself(dtype: torch.dtype, length: int)
         sinks=None,
         window=None,
     )
-    rows = Rows(case, case, None, [[visible(n)] * heads for n in case.lengths.tolist()])
+    held = case
+    if kv_dtype:
+        keys, values = (stored(x, kv_dtype) for x in (keys, values))
+        case = dataclasses.replace(case, keys=keys, values=values)
+        held = dataclasses.replace(
+            case, keys=kernels.dequantised(keys), values=kernels.dequantised(values)
+        )
+    rows = Rows(case, held, None, [[visible(n)] * heads for n in case.lengths.tolist()])
     out = kernels.attend(rows.paged, **rows.options)
     if cpu.current() == cpu.REFERENCE:
         return
     assert torch.equal(out, torch.stack([_alone(rows, i) for i in range(count)]))
     if length < 2000:
-        assert_close(out, _oracle(rows)[0], dtype)
+        assert_close(out, _oracle(rows)[0], dtype, loss=digit_losses(case, held)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,6 +38,7 @@ template <class K, class T = K, class Form = QueryForm<K>>
 class Attention {
     using Query = typename Form::Number;
     static constexpr bool kScaled = Scaled<K>::bytes != 0;
+    static_assert(kWhole % Form::tokens == 0);
 
   public:
     explicit Attention(const Attend& a)

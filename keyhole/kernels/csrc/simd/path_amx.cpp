@@ -1,5 +1,5 @@
-// What Intel's matrix unit computes: attention and linear layers in bfloat16. The rest, and operands
-// that do not fit, go to AVX-512.
+// What Intel's matrix unit computes: attention in bfloat16 and to int8, and linear layers in bfloat16.
+// The rest, and operands that do not fit, go to AVX-512.
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
@@ -14,12 +14,14 @@ namespace {
 #include "vector_avx512.h"
 #include "threads.h"
 #include "tile.h"
+#include "int8_tiles_avx512.h"
 #include "low_rank.h"
 #include "source.h"
 #include "row_blocks.h"
 #include "attend.h"
 #include "matrix_unit_amx.h"
 #include "matrix_tiles_amx.h"
+#include "int8_tiles_amx.h"
 #include "prompt_tiles_amx.h"
 #include "prefill.h"
 #include "linear.h"
@@ -28,14 +30,16 @@ namespace {
 
 bool fits(int64_t D, int64_t Dv) { return D <= kMostColumns && Dv <= kMostColumns; }
 
-// Query heads of a group that fill the rows of an operand: with four, vectors are faster
+// Query heads of a group that nearly fill the rows of an operand: with fewer, vectors are faster
 // (benchmarks/LOG.md). Not the rows that share tokens: a row's result must not depend on those.
-constexpr int64_t kFewestRows = kMatrixRows;
+constexpr int64_t kFewestRows = 7;
 
 void attend(const Attend& a) {
     if (a.dtype == DType::bfloat16 && fits(a.D, a.Dv) && !a.low_rank && a.keys.dim_stride == 1 &&
         a.Hq / a.Hkv >= kFewestRows)
         return Attention<bfloat16, bfloat16, MatrixForm>(a).run();
+    if (a.dtype == DType::int8 && a.rounded)
+        return Attention<int8, float, Int8MatrixForm>(a).run();
     avx512_path.attend(a);
 }
 

@@ -1,6 +1,6 @@
 // Intel's matrix unit (AMX): eight registers that hold tiles of sixteen rows of 64 bytes, and one
-// instruction for the product of two of them. Here they hold bfloat16. The left operand has a row for
-// each row of the result; a row of the right one has two numbers of each of its sixteen columns. The
+// instruction for the product of two of them. The left operand has a row for each row of the result; a
+// row of the right one has two numbers of bfloat16, or four bytes, of each of its sixteen columns. The
 // compilers' own functions take no template parameters, and GCC's do not say that they read memory.
 
 template <int tile>

@@ -2,7 +2,7 @@
 // before it reads, and newer tokens. A block of such rows reads the tokens that they share once.
 
 // Splits consist of whole tiles of any kind.
-constexpr int64_t kWhole = 64;
+constexpr int64_t kWhole = 128;
 
 // Tokens of a split, for a row that reads so many.
 static inline int64_t chunk_size(int64_t tokens) {
