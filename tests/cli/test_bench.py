@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,29 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     assert line["settings"]["layers"] == 2
     assert [r["system"] for r in line["results"]] == ["transformers_sdpa", "delta"] * 2
     assert "peak memory" in done.err  # tables, for those who wait
+
+
+def test_contexts_before_ctrl_c_are_stored(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of measurements were lost."""
+    measure_context = decode.measure_context
+
+    def stopped(weights: Any, settings: Any, context: int, *more: Any) -> Any:
+        if context == 64:
+            raise KeyboardInterrupt
+        return measure_context(weights, settings, context, *more)
+
+    monkeypatch.setattr(decode, "measure_context", stopped)
+    output = tmp_path / "decode.jsonl"
+    given = ("--systems", "full", "--device", "cpu", "--output", str(output))
+    assert run("bench", "decode", *SMALL, *given).status == 130
+    line = json.loads(output.read_text())
+    assert line["interrupted"] is True
+    assert [r["context"] for r in line["results"]] == [32]
+    output.unlink()
+    assert run("bench", "decode", "--contexts", "64", *SMALL[:2], *given).status == 130
+    assert not output.exists()
 
 
 def test_results_are_shown_although_the_disk_is_full(
