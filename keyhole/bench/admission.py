@@ -71,9 +71,8 @@ def _check(model: Model, settings: AdmissionSettings) -> None:
     read = each * settings.tokens + settings.question
     what = f"documents {each} of tokens {settings.tokens} and question"
     require(read < longest, what, settings.question, right)
-    most = longest - settings.others
-    right = f"below {most}, as the model takes {longest} tokens; others need room to decode"
-    require(settings.prompt < most, "prompt", settings.prompt, right)
+    what = f"prompt {settings.prompt} and others"  # whose prompts are of different lengths
+    require(settings.prompt + settings.others < longest, what, settings.others, right)
 
 
 def _bars(result: Result) -> list[dict[str, Any]]:

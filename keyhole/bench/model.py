@@ -297,9 +297,9 @@ def _weight_bytes(fields: dict[str, Any], dtype: torch.dtype) -> int:
     config = AutoConfig.for_model(**fields | {"num_hidden_layers": 1})
     with torch.device("meta"), no_init_weights():
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    layer = sum(parameter.nbytes for parameter in network.model.layers.parameters())
-    rest = sum(parameter.nbytes for parameter in network.parameters()) - layer
-    return rest + fields["num_hidden_layers"] * layer
+    layer: int = sum(parameter.nbytes for parameter in network.model.layers.parameters())
+    rest: int = sum(parameter.nbytes for parameter in network.parameters()) - layer
+    return rest + layer * int(fields["num_hidden_layers"])
 
 
 @torch.no_grad()

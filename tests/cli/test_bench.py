@@ -136,7 +136,7 @@ def _full(file: LineFile, line: object) -> None:
         # These were said once all documents were stored, or as "max_tokens -983617".
         (("admission", "--methods", "nope"), "unknown reuse method 'nope'"),
         (("admission", "--tokens", "9999"), "documents 4 of tokens 9999 and question 24 must be"),
-        (("admission", "--prompt", "99999"), "prompt 99999 must be below 16377"),
+        (("admission", "--prompt", "99999"), "prompt 99999 and others 7 must be less than"),
         ((), "the following arguments are required: BENCHMARK"),
     ],
 )
