@@ -443,6 +443,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
+        require(self.max_batch < 2**31, "max_batch", self.max_batch, "below 2,147,483,648")
         require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (self.draft or DRAFTS[0]).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):

@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from keyhole.bench import measure
 from keyhole.bench.measure import Report, Result
 from keyhole.bench.settings import AdmissionSettings
-from keyhole.config import SamplingParams
+from keyhole.config import SamplingParams, require
 from keyhole.engine.sequence import Sequence
 from keyhole.llm import LLM
 from keyhole.models.model import Model
+from keyhole.reuse import make_reuse
 
 #: Untimed steps after the prompts of the others.
 _WARM_UP = 40
@@ -43,6 +44,7 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
 
     model: the bundled model. Passes each method's result to `report`.
     """
+    _check(model, settings)
     bandwidth = measure.read_bandwidth(model.device)
     line: dict[str, Any] = {
         "settings": asdict(settings) | {"warm_up": _WARM_UP, "steps": _STEPS},
@@ -58,6 +60,19 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
             line["bars"] += _bars(found)
             report([found], [])
     return line
+
+
+def _check(model: Model, settings: AdmissionSettings) -> None:
+    """ConfigError for what would be refused once everything is stored."""
+    for method in settings.methods:
+        make_reuse(method)
+    longest, each = model.max_length, settings.documents
+    right = f"less than the {longest} tokens that the model takes"
+    read = each * settings.tokens + settings.question
+    what = f"documents {each} of tokens {settings.tokens} and question"
+    require(read < longest, what, settings.question, right)
+    what = f"prompt {settings.prompt} and others"  # whose prompts are of different lengths
+    require(settings.prompt + settings.others < longest, what, settings.others, right)
 
 
 def _bars(result: Result) -> list[dict[str, Any]]:
@@ -100,6 +115,9 @@ class _Case:
         alone = [self._ask() for _ in range(self._settings.repeat)]
         others = self._others()
         rounds = [self._admit() for _ in range(self._settings.repeat)]
+        done = any(sequence.is_finished for sequence in others)
+        right = "shorter: the others reached the model's longest sequence during the measurement"
+        require(not done, "prompt", self._settings.prompt, right)
         for sequence in others:
             self._llm.engine.abort(sequence)
         middle: Result = {

@@ -255,8 +255,8 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
     """Measures every context; returns the part of a line of results that is specific to this
     benchmark.
 
-    Passes each context's results to `report`, with notes on skipped systems. outside: systems that
-    `settings` may also name.
+    Passes each context's results to `report`, with notes on skipped systems. After Ctrl-C the line
+    has the contexts before, and says `interrupted`. outside: systems that `settings` may also name.
     """
     others = () if outside is None else tuple(outside.names)
     require_systems(settings.systems, (*ALL_BASELINES, *others))
@@ -282,7 +282,13 @@ def run(settings: DecodeSettings, report: Report, outside: Outside | None = None
         "skipped": [],
     }
     for context in tqdm(settings.contexts, desc="contexts", leave=False, disable=None):
-        found, errors, skipped = measure_context(weights, settings, context, outside)
+        try:
+            found, errors, skipped = measure_context(weights, settings, context, outside)
+        except KeyboardInterrupt:
+            if not line["results"]:
+                raise
+            line["interrupted"] = True  # the earlier contexts are whole
+            break
         for result in found:
             own_bytes = result.get("weight_bytes", weight_bytes)
             moved = own_bytes + result["kv_bytes"] + result["other_bytes"]

@@ -30,6 +30,7 @@ from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, SHAPES, DecodeSetti
 from keyhole.cache.layout import Geometry, bytes_per_page
 from keyhole.config import bytes_text
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.errors import CapacityError
 from keyhole.kernels import cpu
 from keyhole.models import device_map, families
 from keyhole.models.attention import NAME
@@ -256,10 +257,17 @@ def make_weights(settings: DecodeSettings) -> Weights:
     fields = {"model_type": "llama"} | SHAPES[settings.shape]
     if settings.layers is not None:
         fields["num_hidden_layers"] = settings.layers
-    longest = max(settings.contexts) + _SPARE_POSITIONS
-    config = AutoConfig.for_model(**fields, max_position_embeddings=longest)
     device = measure.device(settings.device)
     dtype = getattr(torch, settings.dtype)
+    layers = fields["num_hidden_layers"]
+    need, free = _weight_bytes(fields, dtype), device_map.free_bytes(device)
+    if need > free:  # the system may kill a process that runs out of memory
+        raise CapacityError(
+            f"shape {settings.shape!r} with layers {layers} has {bytes_text(need)} of weights, but "
+            f"{bytes_text(free)} are free; lower layers, or choose a smaller shape"
+        )
+    longest = max(settings.contexts) + _SPARE_POSITIONS
+    config = AutoConfig.for_model(**fields, max_position_embeddings=longest)
     torch.manual_seed(0)
     # Drawn separately with a progress bar, because it takes a minute for large shapes.
     with device, no_init_weights():
@@ -282,6 +290,16 @@ def make_weights(settings: DecodeSettings) -> Weights:
         defaults={},
     )
     return Weights(model, dense)
+
+
+def _weight_bytes(fields: dict[str, Any], dtype: torch.dtype) -> int:
+    """The bytes of a model of this shape, from one of its layers."""
+    config = AutoConfig.for_model(**fields | {"num_hidden_layers": 1})
+    with torch.device("meta"), no_init_weights():
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    layer: int = sum(parameter.nbytes for parameter in network.model.layers.parameters())
+    rest: int = sum(parameter.nbytes for parameter in network.parameters()) - layer
+    return rest + layer * int(fields["num_hidden_layers"])
 
 
 @torch.no_grad()

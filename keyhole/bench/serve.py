@@ -82,11 +82,14 @@ async def measure_load(settings: ServeSettings) -> dict[str, Any]:
     ) as session:
         try:
             model = (await _json(session.get("/v1/models")))["data"][0]["id"]
-            ids = (await _json(session.post("/tokenize", json={"prompt": _TEXT})))["tokens"]
+            tokenized = await _json(session.post("/tokenize", json={"prompt": _TEXT}))
+            ids, longest = tokenized["tokens"], tokenized.get("max_model_len")
         except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             said = str(error) if isinstance(error, aiohttp.ClientError) else repr(error)
             raise ConfigError(f"{settings.url!r} does not respond like a server: {said}") from error
         bodies = make_bodies(settings, model, ids)
+        if isinstance(longest, int):
+            _check_lengths(bodies, longest)
         begin = time.perf_counter()
         samples = await _send(settings, [lambda b=body: _stream(session, b) for body in bodies])  # type: ignore[misc]
         seconds = time.perf_counter() - begin
@@ -130,6 +133,17 @@ def _read(path: str) -> list[tuple[int, int]]:
     if not found or min(map(min, found)) < 1:
         raise ConfigError(f"lengths {path!r} must have lines of numbers >= 1")
     return found
+
+
+def _check_lengths(bodies: Sequence[dict[str, Any]], longest: int) -> None:
+    """Refuses an answer that the server would end early; its tokens would be missing silently."""
+    for body in bodies:
+        prompt, answer = len(body["prompt"]), body["max_tokens"]
+        if prompt + answer > longest:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens and an answer of {answer} are more than the server's "
+                f"max_model_len {longest}; name shorter lengths"
+            )
 
 
 async def _json(request: Any) -> Any:

@@ -257,6 +257,11 @@ def require_systems(names: Iterable[str], others: Collection[str]) -> None:
         if not is_settings_file(spec.name):
             require_known("system", spec.name, [*others, *available_policies()])
         if spec.name not in others:
-            make_policy(name)
+            policy = make_policy(name)
+            right = "left out: the benchmark draws the head's weights at random"
+            head = getattr(policy, "head", None)
+            require(head is None, f"system {name!r}: head", head, right)
+            if policy.wants_gate:
+                raise ConfigError(f"system {name!r} needs a gate, which this benchmark has not")
         elif spec.settings:
             raise ConfigError(f"system {name!r}: {spec.name} has no settings; only policies do")

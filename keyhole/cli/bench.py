@@ -151,10 +151,11 @@ def measured(
         stream.flush()
 
     line |= benchmark(settings, report)
+    status = 130 if line.get("interrupted") else 0
     if arguments.json:
         print(terminal.to_json(line), flush=True)
         file.add(line)  # after the results, which a disk without room must not cost
-        return 0
+        return status
     for bar in line.get("bars", []):
         met = "met" if bar["met"] else "MISSED"
         met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
@@ -163,7 +164,7 @@ def measured(
     bandwidth = line.get("read_bytes_per_s")
     speed = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
     print(f"{speed}written: {arguments.output}")
-    return 0
+    return status
 
 
 def _check_own(arguments: argparse.Namespace, name: str) -> None:

@@ -258,10 +258,12 @@ def _paper_suite(
         controls=True,
         config=EngineConfig(max_batch=settings.batch, prefix_cache=False),
     )
+    over_documents = answered(asked, "is not a question over documents")
+    places, short = document_places(over_documents, settings.lengths, model)
+    if short:
+        print(f"questions over documents left out: {'; '.join(short)}", file=sys.stderr)
     documents = DocumentGrid(
-        places=document_places(
-            answered(asked, "is not a question over documents"), settings.lengths, model
-        ),
+        places=places,
         samples=settings.limit,
         first_seed=settings.first_seed,
     )

@@ -223,6 +223,7 @@ def _under_policy(
         requests=settings.requests,
         prefill_chunk=EngineConfig.prefill_chunk,
         gathers=settings.device == "cuda",
+        total=settings.total_memory is not None,
     )
 
 

@@ -349,6 +349,7 @@ class DocumentStore:
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Pins or unpins a document; pinned ones are never evicted."""
+        require(isinstance(pinned, bool), "pinned", pinned, "True or False")
         with self._told("written"):
             self._writer.change(name, pinned=pinned)
 

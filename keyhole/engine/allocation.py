@@ -127,9 +127,15 @@ def memory_of(
     prefill_chunk: int,
     document_bytes: int = 0,
     gathers: bool = False,
+    total: bool = True,
 ) -> MemoryModel:
-    """The memory model of an engine with this resolved policy; `layers` may be offloaded."""
-    return memory_model(
+    """The memory model of an engine with this resolved policy; `layers` may be offloaded.
+
+    total: whether the limit is total_memory. If not, and if no layer may be offloaded, a page costs
+    what it takes in the cache, without lists on the host and copies.
+    """
+    alone = not total and not layers
+    found = memory_model(
         geometry,
         size,
         requests=requests,
@@ -141,8 +147,9 @@ def memory_of(
         scores=policy.token_scores(geometry),
         sequence_bytes=sequence_bytes(policy, geometry),
         document_bytes=document_bytes,
-        gathers=gathers,
+        gathers=gathers and not alone,
     )
+    return replace(found, list_page_bytes=0) if alone else found
 
 
 def make_plan(memory: MemoryModel, config: EngineConfig) -> MemoryPlan:

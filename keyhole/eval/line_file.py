@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keyhole.config import is_count
 from keyhole.errors import ConfigError, why
 
 Line = dict[str, Any]
@@ -52,8 +53,8 @@ class LineFile:
     """The lines of a file, which need not exist yet.
 
     A last line that was cut off while it was written is ignored, and removed from the file when
-    another line is added. ConfigError for any other line that is not a JSON object, and for a file
-    that cannot be read.
+    another line is added. ConfigError for any other line that is not a JSON object, for one whose
+    `samples` are no number, and for a file that cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,7 +73,7 @@ class LineFile:
         if found is None and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
             raise self._wrong(len(whole) + 1)  # not a cut-off line of ours: keep it
         if found is not None:  # an editor removed the newline at the end
-            self.lines.append(found)
+            self.lines.append(self._read(last, len(whole) + 1))
             self._cut_off, self._between = 0, b"\n"
         self._index: dict[tuple[str, ...], list[Line]] = {}
         for line in self.lines:
@@ -119,12 +120,13 @@ class LineFile:
         found = _object(text)
         if found is None:
             raise self._wrong(number)
+        if not is_count(found.get("samples", 0), 0):  # `find` compares it
+            raise self._wrong(number, f"has samples {found['samples']!r}, not a whole number")
         return found
 
-    def _wrong(self, number: int) -> ConfigError:
+    def _wrong(self, number: int, wrong: str = "is not a JSON object") -> ConfigError:
         return ConfigError(
-            f"{str(self.path)!r}, line {number} is not a JSON object; remove it or name another "
-            "file"
+            f"{str(self.path)!r}, line {number} {wrong}; remove it or name another file"
         )
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from keyhole.config import require_known
 from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models.families import rope_lengths, ropes
 from keyhole.models.locate import ModelFiles
@@ -350,12 +349,23 @@ def _network(config: Any) -> PreTrainedModel:
     """A network in float32; UnknownNameError for a `rope_type` that transformers does not know."""
     try:
         return network_of(config, dtype=torch.float32)
-    except KeyError as error:
-        for rope in ropes(config):  # transformers gives the value alone
-            kind = rope.get("rope_type")
-            if error.args == (kind,):
-                require_known("rope_type", kind, ["default", *ROPE_INIT_FUNCTIONS])
+    except (KeyError, TypeError) as error:
+        unknown = unknown_rope_type(config, error)
+        if unknown is not None:
+            raise unknown from error
         raise
+
+
+def unknown_rope_type(config: Any, error: Exception) -> UnknownNameError | None:
+    """The error for a `rope_type` that transformers does not know, if `error` is due to one:
+    transformers gives the value alone, and of a list or an object only the type.
+    """
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    for rope in ropes(config):
+        kind = rope.get("rope_type")
+        if kind not in known and (error.args == (kind,) or isinstance(kind, list | dict)):
+            return UnknownNameError("rope_type", str(kind), known)
+    return None
 
 
 class WeightCount(NamedTuple):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from tests.server.conftest import serving
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = make_model("llama", tmp_path_factory.mktemp("m"), tokenizer=True, vocab_size=300)
+    sizes = {"vocab_size": 300, "max_position_embeddings": 1024}
+    path = make_model("llama", tmp_path_factory.mktemp("m"), tokenizer=True, **sizes)
     with serving(LLM(path, memory="8MiB", max_batch=4), max_queue=2) as address:
         yield address
 
@@ -59,11 +61,26 @@ def test_what_is_refused_or_too_late_is_counted(address: str) -> None:
         serve.run(ServeSettings(**late, concurrency=1, time_limit=0.05))
 
 
-def test_the_servers_reason_is_shown_where_nothing_was_answered(address: str) -> None:
+def test_the_servers_reason_is_shown_where_nothing_was_answered(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only "status 400" was shown."""
+    monkeypatch.setattr(serve, "_check_lengths", lambda *_: None)
     given = {"url": address, "requests": 2, "prompt_length": "99999", "answer_length": "1"}
     with pytest.raises(KeyholeError, match="2 ended with status 400; the prompt has 99999"):
         serve.run(ServeSettings(**given))
+
+
+def test_an_answer_that_the_model_is_too_short_for_is_refused(address: str) -> None:
+    """It ended early, and only tokens per second showed it."""
+    with urllib.request.urlopen(f"{address}/v1/models") as answer:
+        longest = json.load(answer)["data"][0]["max_model_len"]
+    given = {"url": address, "requests": 1, "prompt_length": str(longest - 4)}
+    (found,) = serve.run(ServeSettings(**given, answer_length="4"))["results"]
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(4)
+    said = f"of {longest - 4} tokens and an answer of 5 .* server's max_model_len {longest};"
+    with pytest.raises(ConfigError, match=said):
+        serve.run(ServeSettings(**given, answer_length="5"))
 
 
 def test_arrivals_follow_the_rate(address: str) -> None:

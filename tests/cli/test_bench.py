@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keyhole.bench import decode, measure, model
+from keyhole.bench import admission, decode, measure, model
+from keyhole.bench.settings import AdmissionSettings
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import LineFile
+from keyhole.models.loading import load
+from tests.checkpoints import make_model
 from tests.cli.conftest import Run
 
 
@@ -53,6 +57,16 @@ def test_admission_prints_the_delay_of_other_requests(run: Run, tmp_path: Path) 
         assert found["worst_cpu_ratio"] == line["bars"][3 * number + 2]["value"] == worst
 
 
+def test_others_that_end_during_the_measurement_are_an_error(tmp_path: Path) -> None:
+    """Their steps were empty, and the ratios were thousands."""
+    short = load(make_model("llama", tmp_path, max_position_embeddings=256), "cpu")
+    settings = AdmissionSettings(
+        methods=("reuse",), documents=1, tokens=32, question=4, others=1, prompt=200, repeat=1
+    )
+    with pytest.raises(ConfigError, match="prompt 200 must be shorter"):
+        admission.run(short, settings, lambda *_: None)
+
+
 def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "decode.jsonl"
     given = ("--systems", "transformers_sdpa,delta", "--layers", "2", "--device", "cpu", "--json")
@@ -63,6 +77,29 @@ def test_a_decode_step_is_one_json_object(run: Run, tmp_path: Path) -> None:
     assert line["settings"]["layers"] == 2
     assert [r["system"] for r in line["results"]] == ["transformers_sdpa", "delta"] * 2
     assert "peak memory" in done.err  # tables, for those who wait
+
+
+def test_contexts_before_ctrl_c_are_stored(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of measurements were lost."""
+    measure_context = decode.measure_context
+
+    def stopped(weights: Any, settings: Any, context: int, *more: Any) -> Any:
+        if context == 64:
+            raise KeyboardInterrupt
+        return measure_context(weights, settings, context, *more)
+
+    monkeypatch.setattr(decode, "measure_context", stopped)
+    output = tmp_path / "decode.jsonl"
+    given = ("--systems", "full", "--device", "cpu", "--output", str(output))
+    assert run("bench", "decode", *SMALL, *given).status == 130
+    line = json.loads(output.read_text())
+    assert line["interrupted"] is True
+    assert [r["context"] for r in line["results"]] == [32]
+    output.unlink()
+    assert run("bench", "decode", "--contexts", "64", *SMALL[:2], *given).status == 130
+    assert not output.exists()
 
 
 def test_results_are_shown_although_the_disk_is_full(
@@ -93,6 +130,13 @@ def _full(file: LineFile, line: object) -> None:
         (("decode", "--contexts", "50"), "contexts (50,) must be multiples of 16"),
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),
         (("decode", "--systems", "qest", *SMALL), "did you mean 'quest'?"),
+        (("decode", "--systems", "spe_context:head=none"), "head 'none' must be left out"),
+        (("decode", "--systems", "seer_attention_r"), "needs a gate, which this benchmark has not"),
+        (("decode", "--layers", "9" * 12, *SMALL), "shape 'smoke' with layers 999999999999 has"),
+        # These were said once all documents were stored, or as "max_tokens -983617".
+        (("admission", "--methods", "nope"), "unknown reuse method 'nope'"),
+        (("admission", "--tokens", "9999"), "documents 4 of tokens 9999 and question 24 must be"),
+        (("admission", "--prompt", "99999"), "prompt 99999 and others 7 must be less than"),
         ((), "the following arguments are required: BENCHMARK"),
     ],
 )

@@ -216,6 +216,24 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(
     assert [(one["name"], one["number"]) for one in found] == [("tasks", 5), ("documents", 2)]
 
 
+def test_questions_over_documents_that_are_left_out_are_said(
+    reader: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page lacked stored documents, and nothing said why."""
+    monkeypatch.setattr(suite, "probe", lambda *_: _speed())
+    little = ("eval", "--model", reader, *LITTLE, "--dry-run", *outputs(tmp_path))
+    ran = run(*little, "--lengths", "512,1024")
+    assert ran.status == 0, ran.err
+    assert "documents:" not in ran.out
+    (line,) = ran.err.splitlines()
+    task = r"length 1024 is too short for multi_document_\d: it needs at least (\d+)"
+    found = re.fullmatch(f"questions over documents left out: {task}; {task}", line)
+    assert found, line
+    ran = run(*little, "--lengths", str(max(map(int, found.groups()))))
+    assert "documents: 2 questions" in ran.out
+    assert ran.err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

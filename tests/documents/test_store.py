@@ -265,6 +265,17 @@ def test_what_another_process_says_of_a_document_meanwhile_is_kept(
     assert (one.info("x").pinned, one.info("x").metadata) == (True, {"k": 1})
 
 
+@pytest.mark.parametrize("pinned", [[], {}, 1, None])
+def test_a_pin_that_is_neither_true_nor_false_is_refused(tmp_path: Path, pinned: Any) -> None:
+    """The file was written with a list, and the store could not be opened again."""
+    store = DocumentStore(tmp_path, MODEL)
+    store.add("x", "text", make_record(n=64))
+    with pytest.raises(ConfigError, match=r"pinned .* must be True or False$"):
+        store.pin("x", pinned)
+    (found,) = DocumentStore(tmp_path, MODEL).list()
+    assert found.pinned is False
+
+
 def test_more_documents_than_a_process_may_open_files_are_open_at_once(tmp_path: Path) -> None:
     """Questions over more than 500 documents failed: most systems allow 1024 files at first."""
     store = DocumentStore(tmp_path, MODEL)

@@ -225,6 +225,22 @@ def test_the_total_limits_a_cache_without_a_lower_tier_too(model: Model) -> None
         dense.add(prompt(20), SamplingParams(max_tokens=2000))
 
 
+def test_a_plan_without_offload_has_the_pages_of_the_engine(
+    folder: Path, model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan counted lists on the host, which memory= without offload does not."""
+    size = 100_000
+    for limit in ("memory", "total_memory"):
+        total = limit == "total_memory"
+        given = size + 2**24 if total else size
+        flag = f"--{limit.replace('_', '-')}"
+        plan = stated(capsys, folder, "--policy", "full", flag, given)
+        cache = LLM(model, "full", max_batch=1, **{limit: given}).engine.cache
+        assert plan["order"] == []
+        assert plan["thresholds"][0] == cache.max_pages * PAGE
+        assert (plan["list_page_bytes"] > 0) == total
+
+
 @pytest.mark.parametrize("policy", ["snapkv", "r_kv", "raas", "shadowkv"])
 def test_what_a_policy_keeps_of_sequences_is_part_of_the_total(
     model: Model, policy: str, monkeypatch: pytest.MonkeyPatch

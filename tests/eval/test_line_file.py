@@ -97,6 +97,18 @@ def test_any_other_damage_is_said_with_its_line(tmp_path: Path, wrong: str) -> N
         LineFile(path)
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("samples", ['"4"', "null", "[4]"])
+def test_samples_that_are_no_number_are_said_with_their_line(
+    tmp_path: Path, samples: str, end: str
+) -> None:
+    """`find` raised a TypeError."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f'{json.dumps(FIRST)}\n{{"task": "a", "samples": {samples}}}{end}')
+    with pytest.raises(ConfigError, match=r"lines.jsonl', line 2 has samples .*, not a whole"):
+        LineFile(path)
+
+
 def test_what_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         LineFile(tmp_path)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import checkpoint, families
+from keyhole.models.loading import load
 from keyhole.models.locate import locate
 from keyhole.models.model_config import read_config
 from tests.checkpoints import KINDS, make_config, make_model, make_network
@@ -130,12 +131,25 @@ def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
             stored("llama") | {"rope_parameters": {"rope_type": "yarm"}},
             r"has an unknown rope_type 'yarm'.* 'yarn'",
         ),
+        # It said "unhashable type".
+        (
+            stored("llama") | {"rope_parameters": {"rope_type": ["yarn"]}},
+            r"has an unknown rope_type \"\['yarn'\]\"",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused(fields: object, message: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", fields)
     with pytest.raises(ModelError, match=message):
         checkpoint.read(path)
+
+
+def test_loading_names_an_unknown_rope_type(tmp_path: Path) -> None:
+    """Without the gate it said "KeyError: 'yarm'"."""
+    path = Path(make_model("llama", tmp_path))
+    folder(path, stored("llama") | {"rope_parameters": {"rope_type": "yarm"}})
+    with pytest.raises(ModelError, match=r"cannot be loaded: unknown rope_type 'yarm'.* 'yarn'"):
+        load(path)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

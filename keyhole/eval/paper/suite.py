@@ -34,7 +34,7 @@ from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid
 from keyhole.eval.paper.verdicts import MethodVerdict, ReuseResult, policy_verdicts, reuse_results
 from keyhole.eval.run import EvalGrid, Evaluation, Group, model_digest, release_engines
 from keyhole.eval.suite import Header
-from keyhole.eval.tasks import CountTokens, Sample, Task, token_counter
+from keyhole.eval.tasks import Sample, Task, token_counter
 from keyhole.eval.verify import verify
 from keyhole.eval.workload import Request, Workload
 from keyhole.models.model import Model
@@ -293,18 +293,22 @@ def fitting_lengths(
 
 def document_places(
     tasks: Sequence[Task], lengths: Sequence[int], model: Model
-) -> list[tuple[Task, int]]:
-    """Every task at every length that is long enough for its documents."""
+) -> tuple[list[tuple[Task, int]], list[str]]:
+    """Every task at every length that is long enough for its documents; and, of each task with
+    shorter ones, what the longest of these lacks.
+    """
     count = token_counter(model.tokenizer)
-    return [(task, n) for task in tasks for n in lengths if _fits(task, n, count)]
-
-
-def _fits(task: Task, length: int, count: CountTokens) -> bool:
-    try:
-        task.make(length, 0, count)
-    except ConfigError:  # the length is too short for the task
-        return False
-    return True
+    places: list[tuple[Task, int]] = []
+    short: dict[str, str] = {}
+    for task in tasks:
+        for length in sorted(lengths):
+            try:
+                task.make(length, 0, count)
+            except ConfigError as error:  # the length is too short for the task
+                short[task.name] = str(error)
+            else:
+                places.append((task, length))
+    return places, list(short.values())
 
 
 def _fills(workload: Workload, length: int, setup: str) -> bool:

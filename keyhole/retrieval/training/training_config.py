@@ -90,6 +90,8 @@ class TrainingConfig:
         right = f"below {SHORTEST}, the tokens of the shortest text"
         require(self.unroll_steps < SHORTEST, "unroll_steps", self.unroll_steps, right)
         require_counts(self, "seed", least=0)
+        for name in ("seed", "batch_tokens"):  # torch takes them as 64 bits
+            require(getattr(self, name) < 2**63, name, getattr(self, name), "below 2**63")
         if self.objective == "selection" and self.start is None:
             raise ConfigError("--objective selection requires --start, the folder of a head")
         if self.objective not in ("selection", "eagle") and self.start is not None:
