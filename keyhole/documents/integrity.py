@@ -71,6 +71,8 @@ def foreign(theirs: Fingerprint, ours: Fingerprint) -> RecordError | None:
         )
         for side in (theirs, ours)
     )
+    if "adapter" in ours:  # `documents`, and the command without it, are those of the base model
+        here += " (see documents_with(NAME), and --adapter NAME)"
     return RecordError("foreign", f"its record was made by another model: {there}", here)
 
 

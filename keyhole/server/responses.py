@@ -176,7 +176,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
         if body.store is not False:
             state.history.add(name, key, [*messages, reply.message()])
 
-    answer = ResponseAnswer(body.model or state.name, body, ready.reply(), done)
+    answer = ResponseAnswer(body.model or state.name, body, ready.reply(state.tokenizer), done)
     streams = state.llm.streams(
         {"prompt_token_ids": ready.token_ids},
         params,

@@ -22,6 +22,7 @@ from keyhole.server.chat.tool_parser import (
     XmlToolCallParser,
     format_of,
 )
+from tests.checkpoints import make_tokenizer
 
 THINK = markers_of("... </think> ...")
 Calls = list[tuple[str, str]]
@@ -227,6 +228,35 @@ def test_reasoning_is_split_off_however_the_text_is_cut(
     assert (found["reasoning"], found["content"]) == (reasoning, answer)
     assert (reply.reasoning, reply.text) == (reasoning, answer)
     assert bool(reply.reasoning_tokens) == bool(reasoning)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("sizes", [[1] * 40, [7, 19, 14], [40], [30, 0, 10]])
+def test_tokens_of_reasoning_end_with_it(sizes: list[int], is_inside: bool) -> None:
+    """All tokens of the piece in which it ended were counted: with a draft, or at a busy server."""
+    assert THINK is not None
+    tokenizer = make_tokenizer()
+    text = f"{'' if is_inside else '<think>'}hm</think>\n\n".ljust(40, "a")
+    reply = Reply(ReasoningSplitter(THINK, is_inside=is_inside), tokenizer=tokenizer)
+    start = 0
+    for size in sizes:
+        part = text[start : start + size]
+        ids = tokenizer.encode(part, add_special_tokens=False)
+        reply.add(Piece(text=part, token_ids=ids))
+        start += size
+    assert reply.reasoning == "hm"
+    assert reply.reasoning_tokens == text.index("\n")
+
+
+def test_tokens_of_reasoning_whose_text_came_late() -> None:
+    """A text that might have become a stop text is held back."""
+    assert THINK is not None
+    tokenizer = make_tokenizer()
+    reply = Reply(ReasoningSplitter(THINK, is_inside=True), tokenizer=tokenizer)
+    for tokens, shown in (("hm</think>x", "hm"), ("yz", ""), ("!", "</think>xyz!")):
+        ids = tokenizer.encode(tokens, add_special_tokens=False)
+        reply.add(Piece(text=shown, token_ids=ids))
+    assert reply.reasoning_tokens == len("hm</think>")
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,16 @@ class PreparedChat:
     is_inside: bool
     tool_format: ToolFormat | None
 
-    def reply(self) -> Reply:
-        """The parser of one completion."""
+    def reply(self, tokenizer: Any = None) -> Reply:
+        """The parser of one completion. tokenizer: as in `Reply`."""
         splitter = None
         if self.markers is not None:
             splitter = ReasoningSplitter(self.markers, is_inside=self.is_inside)
         if self.tool_format is None or not self.functions:
-            return Reply(splitter)
+            return Reply(splitter, tokenizer=tokenizer)
         if self.tool_format.is_xml:
-            return Reply(splitter, XmlToolCallParser(self.functions))
-        return Reply(splitter, ToolCallParser(self.tool_format, self.functions))
+            return Reply(splitter, XmlToolCallParser(self.functions), tokenizer)
+        return Reply(splitter, ToolCallParser(self.tool_format, self.functions), tokenizer)
 
 
 def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> PreparedChat:

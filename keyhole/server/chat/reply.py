@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +36,15 @@ class ReasoningSplitter:
     """Splits streamed text into reasoning and answer.
 
     is_inside: whether the text begins inside the reasoning, as the prompt ends with its marker.
+    has_ended: whether the marker after the reasoning has come.
     """
 
     def __init__(self, markers: Markers, *, is_inside: bool) -> None:
-        self._markers = markers
+        self.markers = markers
         self._left = ""  # not given out yet
         self._is_begun = is_inside
         self.is_inside = is_inside
+        self.has_ended = False
         self._is_done = False
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
@@ -57,18 +60,19 @@ class ReasoningSplitter:
         return found
 
     def _begin(self, *, final: bool) -> None:
-        start, begin = self._left.lstrip(), self._markers.begin
+        start, begin = self._left.lstrip(), self.markers.begin
         if start.startswith(begin):
             self._left, self.is_inside, self._is_begun = start[len(begin) :], True, True
         elif final or not begin.startswith(start):
             self._is_begun = True
 
     def _inside(self, *, final: bool) -> list[tuple[bool, str]]:
-        text, ended, rest = self._left.partition(self._markers.end)
+        text, ended, rest = self._left.partition(self.markers.end)
         if ended:
             self.is_inside, self._is_done, self._left = False, True, rest
+            self.has_ended = True
         else:
-            size = 0 if final else held_back(text, [self._markers.end])
+            size = 0 if final else held_back(text, [self.markers.end])
             text, self._left = text[: len(text) - size], text[len(text) - size :]
         return [(True, text)] if text else []
 
@@ -106,25 +110,29 @@ class Call:
 class Reply:
     """A reply so far, and the parsers of the rest.
 
-    splitter, parser: None without reasoning markers, or without tools. reasoning_tokens: how
-    many tokens the reasoning took.
+    splitter, parser: None without reasoning markers, or without tools. tokenizer: finds where the
+    reasoning ends in a piece of several tokens; None: after the piece. reasoning_tokens: how many
+    tokens the reasoning took, its markers included.
     """
 
     splitter: ReasoningSplitter | None = None
     parser: CallParser | None = None
+    tokenizer: Any = None
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     reasoning_tokens: int = 0
+    _tokens: list[int] = field(default_factory=list)  # until the reasoning ends
 
     def add(self, piece: Piece) -> list[Event]:
         """Takes a piece; returns its parts."""
         final = piece.result is not None
         parts = [(False, piece.text)]
         if self.splitter is not None:
+            was_over = self.splitter.has_ended
             parts = self.splitter.feed(piece.text, final=final)
-            if self.splitter.is_inside or any(is_reasoning for is_reasoning, _ in parts):
-                self.reasoning_tokens += len(piece.token_ids)
+            if not was_over:
+                self._count(self.splitter, piece.token_ids)
         events: list[Event] = [Reasoning(text) for is_reasoning, text in parts if is_reasoning]
         answer = "".join(text for is_reasoning, text in parts if not is_reasoning)
         events += [answer] if self.parser is None else self.parser.feed(answer, final=final)
@@ -132,6 +140,28 @@ class Reply:
         for event in found:
             self._take(event)
         return found
+
+    def _count(self, splitter: ReasoningSplitter, tokens: list[int]) -> None:
+        """Counts the reasoning's tokens, given those that came with the newest text."""
+        self._tokens += tokens
+        if splitter.has_ended:
+            self.reasoning_tokens = self._end_of_reasoning(splitter.markers.end, len(tokens))
+        elif splitter.is_inside:
+            self.reasoning_tokens = len(self._tokens)
+
+    def _end_of_reasoning(self, marker: str, newest: int) -> int:
+        """How many tokens there are up to the marker, most likely among the newest."""
+        known, tokenizer = self._tokens, self.tokenizer
+        if tokenizer is None:
+            return len(known)
+
+        def has_marker(count: int) -> bool:
+            return marker in str(tokenizer.decode(known[:count], skip_special_tokens=False))
+
+        start = len(known) - newest
+        while start > 0 and has_marker(start):  # a text that may become a stop text comes late
+            start = max(0, start - max(newest, 1))
+        return bisect_left(range(len(known)), True, lo=start, key=has_marker)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, str):

@@ -222,8 +222,10 @@ def test_running_questions_share_pages_with_the_same_adapter_only(
 def test_documents_of_another_adapter_are_missing(folders: dict[str, Path], tmp_path: Path) -> None:
     llm = adapted(folders, documents=tmp_path)
     llm.documents.add("one", {"prompt_token_ids": list(range(5, 69))})
-    with pytest.raises(KeyholeError, match="one"):
+    with pytest.raises(KeyholeError, match=r"document 'one'.*see documents_with\(NAME\)"):
         llm.ask([7, 8, 9], ["one"], params=params("narrow"))
+    llm.documents_with("narrow").verify(["one"], repair=True)
+    llm.ask([7, 8, 9], ["one"], params=params("narrow"))
 
 
 def test_adapters_beside_packed_weights(tmp_path: Path) -> None:
