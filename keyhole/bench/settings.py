@@ -262,6 +262,6 @@ def require_systems(names: Iterable[str], others: Collection[str]) -> None:
             head = getattr(policy, "head", None)
             require(head is None, f"system {name!r}: head", head, right)
             if policy.wants_gate:
-                raise ConfigError(f"system {name!r} needs a gate, which this benchmark does not have")
+                raise ConfigError(f"system {name!r} needs a gate; this benchmark has none")
         elif spec.settings:
             raise ConfigError(f"system {name!r}: {spec.name} has no settings; only policies do")

@@ -131,7 +131,7 @@ def _full(file: LineFile, line: object) -> None:
         (("decode", "--contexts", "many"), "--contexts 'many' must be numbers such as 0,1"),
         (("decode", "--systems", "qest", *SMALL), "did you mean 'quest'?"),
         (("decode", "--systems", "spe_context:head=none"), "head 'none' must be left out"),
-        (("decode", "--systems", "seer_attention_r"), "a gate, which this benchmark does not"),
+        (("decode", "--systems", "seer_attention_r"), "needs a gate; this benchmark has none"),
         (("decode", "--layers", "9" * 12, *SMALL), "shape 'smoke' with layers 999999999999 has"),
         # These were said once all documents were stored, or as "max_tokens -983617".
         (("admission", "--methods", "nope"), "unknown reuse method 'nope'"),
