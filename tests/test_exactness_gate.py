@@ -126,8 +126,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 #: Below the gate's own tolerance; every other family stays under 1e-4. They are those of float32:
-#: against float64 the engine differs by 1.1e-4 and 7e-5, transformers by 2.0e-4 and 1.2e-4.
-_LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4}
+#: against float64 the engine differs by 1.1e-4, 7e-5 and, with AVX-512, 5e-5, transformers by
+#: 2.0e-4, 1.2e-4 and 9e-5.
+_LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4, "granite": 1.4e-4}
 
 
 @pytest.mark.one_in(32)
