@@ -143,9 +143,12 @@ def run(words: list[str]) -> None:
     served = words[:2] == ["keyhole", "serve"]  # it never ends; the fixture `server` stands for it
     if words[0] == "keyhole" and not served:
         # The last value of a flag counts. `vt` needs some 1,600 tokens.
-        smaller = ["--lengths", "2048" if "vt" in words else "256", "--limit", "1"]
-        smaller += ["--policies", "delta", "--budgets", "1/8"]
-        smaller = smaller if words[1] == "eval" else []
+        smaller = []
+        if words[1] == "eval":
+            smaller = ["--lengths", "2048" if "vt" in words else "256", "--limit", "1"]
+            smaller += ["--policies", "delta", "--budgets", "1/8"]
+        elif words[1:3] == ["bench", "serve"]:
+            smaller = ["--requests", "16"]
         assert cli.main([*words[1:], *smaller]) == 0, words
     elif words[0] == "curl":
         subprocess.run(["curl", "--silent", "--fail", *words[1:]], check=True, timeout=60)
@@ -187,12 +190,12 @@ def place(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def server(place: Path) -> Iterator[str]:
-    # The pages' requests that name no `max_tokens` are answered up to this length.
+    # `bench serve` sends prompts of up to 1,024 tokens.
     llm = LLM(
         "tiny",
         policy="delta:token_budget=1024",
         memory="64MiB",
-        max_length=256,
+        max_length=2048,
         documents=place / "served",
     )
     with serving(llm, served_model_name="Llama-3.2-1B-Instruct") as address:
