@@ -294,7 +294,8 @@ def make_weights(settings: DecodeSettings) -> Weights:
 
 def _weight_bytes(fields: dict[str, Any], dtype: torch.dtype) -> int:
     """The bytes of a model of this shape, from one of its layers."""
-    config = AutoConfig.for_model(**fields | {"num_hidden_layers": 1})
+    shape: dict[str, Any] = {**fields, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(**shape)
     with torch.device("meta"), no_init_weights():
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     layer: int = sum(parameter.nbytes for parameter in network.model.layers.parameters())
