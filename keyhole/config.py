@@ -445,7 +445,7 @@ class EngineConfig:
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
         require(self.max_batch < 2**31, "max_batch", self.max_batch, "below 2,147,483,648")
         require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
-        name, colon, _ = (self.draft or DRAFTS[0]).partition(":")
+        name, colon, _ = (DRAFTS[0] if self.draft is None else self.draft).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):
             raise UnknownNameError("draft", str(self.draft), DRAFTS)
         if self.draft is not None and self.offload is not None:

@@ -168,7 +168,11 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
         same = json.loads(text) == dict(metadata)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"metadata of a document must be {right}: {error}") from error
+    if not same:
+        raise ConfigError(
+            f"metadata of a document must be {right}, with text as keys and without tuples"
+        )
     size = len(canonical(text))
-    if not same or size > _MOST_METADATA_BYTES:
+    if size > _MOST_METADATA_BYTES:
         raise ConfigError(f"metadata of a document must be {right}; this takes {size}")
     return text

@@ -80,6 +80,8 @@ from keyhole.models.weights.stored import (
     require_same,
     require_scales_used,
     require_suitable,
+    settle_dtype,
+    unpack,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
 from keyhole.retrieval.draft import DRAFT_FOLDER
@@ -169,6 +171,8 @@ def load_files(
     elif getattr(config, "quantization_config", None) is not None:
         check_stored(network, name)
         log_once()
+        settle_dtype(network)
+        unpack(network)
     if found.adapter is not None:
         network = merged(network, found.adapter, name)
     network, place, layers = _moved(network, place, device_map, shown)
@@ -293,6 +297,7 @@ def adopt(
     # Modules are copied, since attention and linear layers are replaced; their weights are not.
     held = [*network.parameters(), *network.buffers()]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held}).eval()
+    unpack(copied)
     _attend_by_pages(copied)
     return _model(name, copied, place, tokenizer, wanted, adapters)
 

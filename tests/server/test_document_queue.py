@@ -287,25 +287,34 @@ def test_metadata_is_kept_and_replaced(address: str) -> None:
     assert httpx2.delete(f"{place}/m").status_code == 200
 
 
-def test_a_document_waits_for_pages_that_a_request_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("holder", ["request", "document"])
+def test_a_document_waits_for_pages_that_are_held(tmp_path: Path, holder: str) -> None:
     """It failed if no page was free at that moment."""
     path = make_model("llama", tmp_path, tokenizer=True, vocab_size=300)
     llm = LLM(path, memory="256KiB", prefix_cache=False, documents=tmp_path / "documents")
     room = llm.engine.max_pages * llm.engine.config.page_size
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    waited, pieces = threading.Event(), llm.stream("x" * (room - 16), params)
-    next(pieces)
+    waited, pieces = threading.Semaphore(0), llm.stream("x" * (room - 16), params)
     text = "y" * (room // 2)
-    with pytest.raises(CapacityError, match="does not fit"):
+    if holder == "request":
+        next(pieces)
+    else:
+        lent = llm.engine.cache.allocate(llm.engine.max_pages)
+        assert lent is not None
+        llm.engine.scheduler.lend(lent)
+    with pytest.raises(CapacityError, match=r"does not fit .* beside what runs now"):
         llm.documents.add("now", text)
     found: list[Any] = []
 
     def store() -> None:
-        found.append(llm.documents.add("later", text, progress=lambda *_: waited.set()))
+        found.append(llm.documents.add("later", text, progress=lambda *_: waited.release()))
 
     thread = threading.Thread(target=store)
     thread.start()
-    assert waited.wait(60)
+    for _ in range(2):  # before it looks for pages, and when it finds none
+        assert waited.acquire(timeout=60)
+    if holder == "document":
+        llm.engine.scheduler.take_back(lent)
     for _ in pieces:
         pass
     thread.join(60)

@@ -78,9 +78,14 @@ def allocate(cache: PageCache, num_tokens: int) -> list[int]:
     size = cache.page_size
     pages = cache.allocate(-(-num_tokens // size))
     if pages is None:
+        room, what = cache.available * size, f"a document of {num_tokens} tokens does not fit into"
+        if num_tokens <= cache.max_pages * size:
+            raise CapacityError(
+                f"{what} the KV cache beside what runs now, which leaves room for {room}; add it "
+                "later, give progress=, with which it waits, or raise memory="
+            )
         raise CapacityError(
-            f"a document of {num_tokens} tokens does not fit into the KV cache, which has room for "
-            f"{cache.available * size}; raise memory=, or split it into parts"
+            f"{what} the KV cache, which has room for {room}; raise memory=, or split it into parts"
         )
     return pages
 

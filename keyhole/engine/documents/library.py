@@ -230,7 +230,7 @@ class Documents:
         """Encodes a document in pieces; other threads can run steps between them.
 
         progress: called between pieces with the tokens that are done, and all; what it raises ends
-        the work. With it, a document waits for pages that running requests hold.
+        the work. With it, a document waits for pages that requests or other documents hold.
         """
         engine = self._engine
         with engine.lock:
@@ -269,7 +269,8 @@ class Documents:
     def _pages(self, num_tokens: int, wait: Progress | None) -> builtins.list[int]:
         """Allocates pages to encode a document in; evicts cached prefixes if needed.
 
-        wait: called again and again while running requests hold the pages; None: not waited for.
+        wait: called again and again while requests or other documents hold the pages; None: not
+        waited for.
         """
         engine = self._engine
         wanted = -(-num_tokens // engine.config.page_size)
@@ -277,7 +278,10 @@ class Documents:
             with engine.lock:
                 if engine.prefix is not None and wanted > engine.cache.available:
                     engine.prefix.evict(wanted - engine.cache.available)
-                busy = wanted > engine.cache.available and bool(engine.scheduler.running)
+                scheduler = engine.scheduler
+                held = bool(scheduler.running or scheduler.lent)
+                held |= any(one.filling is not None for one in scheduler.waiting)
+                busy = wanted > engine.cache.available and held
                 if wait is None or not busy or wanted > engine.cache.max_pages:
                     pages = allocate(engine.cache, num_tokens)
                     engine.scheduler.lend(pages)

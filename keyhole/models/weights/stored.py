@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -113,6 +114,28 @@ def _layers(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 def _fields(stored: Any) -> dict[str, Any]:
     fields: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     return fields
+
+
+def settle_dtype(network: Any) -> None:
+    """Gives the weights of a dequantised network the one dtype that was asked for.
+
+    transformers dequantises FP8 to it, and leaves the weights that were not quantised as they are
+    stored: their products with the others fail. Those that it keeps in float32 stay.
+    """
+    if getattr(network.config, "quantization_config", None) is None:
+        for parameter in network.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.to(network.config.dtype)
+
+
+def unpack(network: Any) -> None:
+    """Unpacks the weights of compressed-tensors, which would do so in the first forward pass.
+
+    By then memory has been counted and adapters are in place. And stored documents name the weights
+    that encoded them: they have to be the same before and after the first request.
+    """
+    if hasattr(network, "ct_decompress_hook"):
+        network.hf_quantizer.compressor.decompress_model(network)
 
 
 #: bitsandbytes' logger, which reports each cast to float16 at every 8-bit product.

@@ -64,6 +64,13 @@ def test_a_block_has_tokens(size: Any, stored: LLM) -> None:
         stored.documents.add("odd", "text", block_size=size)
 
 
+@pytest.mark.parametrize("metadata", [{"pages": (1, 5)}, {1: "one"}])
+def test_metadata_that_json_changes_is_refused(metadata: Any, stored: LLM) -> None:
+    """The error said that 15 bytes are more than 4,096."""
+    with pytest.raises(ConfigError, match="with text as keys and without tuples"):
+        stored.documents.add("odd", "text", metadata=metadata)
+
+
 @pytest.mark.parametrize("name", [5, None, True, b"note", np.array(5)])
 def test_a_name_is_text(name: Any, stored: LLM) -> None:
     """A number ended in an AttributeError."""

@@ -18,9 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from keyhole import LLM, ConfigError, ModelError, SamplingParams
+from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.eval.verify import verify
 from keyhole.models.fast_layers import FastLinear
-from keyhole.models.loading import load
+from keyhole.models.loading import adopt, load
 from tests.checkpoints import make_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchao and compressed-tensors have their own
@@ -149,6 +150,34 @@ def test_it_runs_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
         assert engine.model.network.config.quantization_config is not None
     with pytest.raises(ConfigError, match="leave weights 'int4' out"):
         load(folder, "cpu", weights="int4")
+
+
+def test_blocks_of_fp8_have_one_dtype(tmp_path: Path) -> None:
+    """transformers leaves the weights beside them in 16 bits: the first request failed."""
+    folder = of_fp8(tmp_path, "")
+    half, whole = (load(folder, "cpu", dtype) for dtype in ("bfloat16", "float32"))
+    pairs = zip(half.network.parameters(), whole.network.parameters(), strict=True)
+    assert all(b.dtype == torch.float32 and torch.equal(a, b.to(a.dtype)) for a, b in pairs)
+    assert LLM(whole).generate([3, 4, 5], SamplingParams(max_tokens=1)).token_ids
+
+
+def test_compressed_weights_are_unpacked_while_loading(tmp_path: Path) -> None:
+    """They were in the first request: documents that were stored before it were foreign after it.
+
+    And adapters found no weight in a layer.
+    """
+    peft = pytest.importorskip("peft", reason="real adapters need it: pip install 'keyhole[lora]'")
+    folder = of_compressed_tensors(tmp_path, "W4A16")
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for model in (load(folder, "cpu"), adopt(network)):
+        before = fingerprint(model)
+        LLM(model).generate([3, 4, 5], SamplingParams(max_tokens=1))
+        assert fingerprint(model) == before
+    assert not hasattr(network.model.layers[0].self_attn.q_proj, "weight")  # it is not changed
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    plain = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path, **SIZES))
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+    load(folder, "cpu", adapters={"one": tmp_path / "adapter"})
 
 
 def test_every_check_passes_on_layers_of_torchao(tmp_path: Path) -> None:
