@@ -187,7 +187,7 @@ class State:
             except KeyholeError:  # damaged or just removed; the others are found
                 return None
 
-        self.retriever.update(self.documents.list(), text)
+        self.retriever.update(self.documents.list, text)
 
     def _document_state(self) -> DocumentState | None:
         try:
