@@ -23,6 +23,7 @@ from keyhole import LLM, SamKV, SamplingParams
 from keyhole.documents.remote import RemoteStorage
 from keyhole.documents.storage import Entry
 from keyhole.server.documents import convert
+from keyhole.server.documents.passages import passages_of
 from keyhole.server.errors import GONE, ApiError
 from tests.documents.test_embeddings import make_encoder
 from tests.documents.test_search import TEXTS as TEXTS_OF_WORDS
@@ -266,6 +267,23 @@ def test_an_answer_says_which_passages_it_used(
     for name, marks in (("kept", reused.kept), ("recomputed", reused.recomputed)):
         found = [n for one in told for n in per_character(one[name], TEXTS[one["name"]])]
         assert found == marks.sum(0).tolist()
+
+
+def test_passages_of_a_text_that_was_replaced_have_no_characters(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    for text in ("seventeen pears", "seventeen plums"):  # as many tokens
+        llm.documents.add("changed", text, overwrite=True)
+        asked = llm.ask("how many?", ["changed"], reuse="reuse", params=params).reused
+        if text.endswith("pears"):
+            before = asked
+    assert before is not None
+    assert asked is not None
+    (old,), (new,) = (
+        passages_of(llm.documents, one, llm.tokenizer)[0]["kept"] for one in (before, asked)
+    )
+    llm.documents.remove("changed")
+    assert new == {**old, "start": 0, "end": 15, "text": "seventeen plums"}
+    assert old.keys() == {"layers", "tokens"}
 
 
 def test_passages_are_omitted_on_request_and_without_reuse(
