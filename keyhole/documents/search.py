@@ -18,7 +18,7 @@ from typing import Protocol
 
 from keyhole.config import is_count, require
 from keyhole.documents.index import DocumentInfo
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, StorageFullError
 
 _WAIT_S = 60.0
 _SCHEMA = """
@@ -132,6 +132,10 @@ class BM25:
             if _is_damage(error):
                 remove_table(self._path)
                 raise DamagedTableError(self._path) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+                raise StorageFullError(
+                    f"the search table {self._path} cannot be written: {error}; free disk space"
+                ) from error
             raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:

@@ -18,6 +18,7 @@ from keyhole import ConfigError
 from keyhole.documents.index import DocumentInfo, Index
 from keyhole.documents.search import BM25
 from keyhole.documents.source import SourceFile
+from keyhole.errors import StorageFullError
 from tests.effort import examples
 
 TEXTS = {
@@ -200,6 +201,21 @@ def test_what_another_thread_stores_meanwhile_stays_found(table: BM25) -> None:
     table.update(documents, more.get)
     threads[0].join()
     assert [one.name for one in table.search("zebra", 5)] == ["new"]
+
+
+def test_a_full_disk_is_named_with_its_remedy(table: BM25, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = table._connect
+
+    def full() -> sqlite3.Connection:
+        connection = connect()
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite takes as many as there are
+        return connection
+
+    monkeypatch.setattr(table, "_connect", full)
+    more = {**TEXTS, "large": "many words " * 1000}
+    with pytest.raises(StorageFullError, match=r"search.sqlite cannot be written: .*; free disk"):
+        table.update(lambda: infos(more), more.get)
+    assert [one.name for one in table.search("pear", 5)] == ["fruit"]
 
 
 def test_unusable_files_are_errors(tmp_path: Path) -> None:
