@@ -296,6 +296,8 @@ class Documents:
                 f"{engine.model.vocab_size - 1}"
             )
         longest, reason = engine.max_length, engine.model.length_reason
+        if longest < engine.model.max_length:
+            reason = "set by max_length"
         rope = engine.model.rope
         if rope is not None and rope.threshold < longest:
             longest, reason = rope.threshold, rope.reason
