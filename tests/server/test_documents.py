@@ -113,15 +113,22 @@ def test_two_files_in_one_request_are_refused(address: str) -> None:
     assert httpx2.get(f"{address}/v1/documents/file1.txt").status_code == 404
 
 
-def test_an_upload_that_ends_early_is_no_failure_of_the_server(
-    address: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("PUT", "/v1/documents/half", "/v1/documents/{name:path}"),
+        ("POST", "/v1/completions", "/v1/completions"),
+    ],
+)
+def test_a_body_that_ends_early_is_nobodys_failure(
+    address: str, caplog: pytest.LogCaptureFixture, method: str, path: str, route: str
 ) -> None:
-    """It was logged with a traceback, and counted as status 500."""
+    """It was logged with a traceback, and counted as status 500, or as a wrong body."""
     host, port = address.removeprefix("http://").split(":")
-    counted = f'keyhole_requests_total{{path="/v1/documents/{{name:path}}",status="{GONE}"}} 1.0'
+    counted = f'keyhole_requests_total{{path="{route}",status="{GONE}"}} 1.0'
     with caplog.at_level(logging.INFO, "keyhole.server"):
         with socket.create_connection((host, int(port))) as client:
-            head = f"PUT /v1/documents/half HTTP/1.1\r\nHost: {host}\r\nContent-Length: 999\r\n\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 999\r\n\r\n"
             client.sendall(head.encode() + b"some")
             time.sleep(0.2)
         end = time.monotonic() + 30
