@@ -21,8 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from keyhole.config import is_count, require
-from keyhole.documents.index import DocumentInfo
-from keyhole.documents.search import Found
+from keyhole.documents.search import DamagedTableError, Found, Listing, remove_table
 from keyhole.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -157,11 +156,17 @@ class EmbeddingSearch:
         self._path, self._encoder = path, encoder
         self._guard = threading.Lock()
 
-    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+    def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
-        # Passages of another encoder are computed again.
-        wanted = {info.name: f"{info.digest} {self._encoder.digest}" for info in documents}
+        try:
+            self._update(documents, text)
+        except DamagedTableError:  # it is gone
+            self._update(documents, text)
+
+    def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:
+            # Passages of another encoder are computed again.
+            wanted = {info.name: f"{info.digest} {self._encoder.digest}" for info in documents()}
             rows = set(table.execute("SELECT DISTINCT name, digest FROM passages"))
             gone = rows - wanted.items()
             table.executemany("DELETE FROM passages WHERE name = ? AND digest = ?", gone)
@@ -191,7 +196,7 @@ class EmbeddingSearch:
 
     @contextmanager
     def _table(self) -> Iterator[apsw.Connection]:
-        """The table in a transaction. ConfigError if it cannot be used."""
+        """The table in a transaction. ConfigError if it cannot be used; deleted if damaged."""
         import apsw
 
         try:
@@ -203,6 +208,9 @@ class EmbeddingSearch:
                     connection.execute("COMMIT")  # without it, closing rolls back
                 finally:
                     connection.close()
+        except (apsw.NotADBError, apsw.CorruptError) as error:
+            remove_table(self._path)
+            raise DamagedTableError(self._path) from error
         except apsw.Error as error:
             raise ConfigError(f"the table for searches {self._path} fails: {error}") from error
 
@@ -212,8 +220,7 @@ class EmbeddingSearch:
         try:
             return self._connect()
         except (apsw.NotADBError, apsw.CorruptError):
-            for suffix in ("", "-journal"):
-                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            remove_table(self._path)
             return self._connect()
 
     def _connect(self) -> apsw.Connection:

@@ -138,7 +138,8 @@ class VerifiedRecords:
 class StoredDocument:
     """A record that is not deleted until `close`, or the end of a `with` block.
 
-    info: from the index. length: tokens. num_layers: L. token_ids: int64 [n].
+    info: from the index, perhaps already of a text that replaced this one. digest: SHA-256 of this
+    record's source. length: tokens. num_layers: L. token_ids: int64 [n].
     checks: whether everything that is read is compared with its checksum.
 
     All tensors are on the CPU.
@@ -155,6 +156,7 @@ class StoredDocument:
     ) -> None:
         header = record.header
         self.info = info
+        self.digest = header.digest
         self.length = header.tokens
         self.block_size = header.block_size
         self.num_layers = header.num_layers

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from keyhole.config import is_count, require
 from keyhole.documents.index import DocumentInfo
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, StorageFullError
 
 _WAIT_S = 60.0
 _SCHEMA = """
@@ -45,19 +45,38 @@ class Found:
     snippet: str
 
 
+#: Lists the stored documents.
+Listing = Callable[[], Sequence[DocumentInfo]]
+
+
 class Retriever(Protocol):
     """Finds documents. Safe from threads."""
 
-    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+    def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         """Makes these documents the searched ones.
 
-        text: returns the text of a name, for new documents; None if it cannot be read now.
+        documents: to be called once no other update can run: an older list than that of the
+        update before would remove what has just been stored. text: returns the text of a name, for
+        new documents; None if it cannot be read now.
         """
         ...
 
     def search(self, query: str, top_k: int) -> list[Found]:
         """At most `top_k` documents, the best first."""
         ...
+
+
+class DamagedTableError(ConfigError):
+    """A table that was damaged, and is deleted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"the search table {path} was damaged; search again: it is made anew")
+
+
+def remove_table(path: Path) -> None:
+    """Deletes the file of a table."""
+    for suffix in ("", "-journal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 class BM25:
@@ -70,10 +89,16 @@ class BM25:
         self._path = path
         self._guard = threading.Lock()
 
-    def update(self, documents: Sequence[DocumentInfo], text: Callable[[str], str | None]) -> None:
+    def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
-        wanted = {info.name: info.digest for info in documents}
+        try:
+            self._update(documents, text)
+        except DamagedTableError:  # it is gone
+            self._update(documents, text)
+
+    def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:
+            wanted = {info.name: info.digest for info in documents()}
             rows = table.execute("SELECT rowid, name, digest FROM texts").fetchall()
             gone = [(row,) for row, name, digest in rows if wanted.get(name) != digest]
             table.executemany("DELETE FROM texts WHERE rowid = ?", gone)
@@ -97,23 +122,29 @@ class BM25:
 
     @contextmanager
     def _table(self) -> Iterator[sqlite3.Connection]:
-        """The table, in a transaction. ConfigError if it cannot be used."""
+        """The table, in a transaction. ConfigError if it cannot be used; deleted if damaged."""
         try:
             with self._guard, closing(self._open()) as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")  # without it, closing rolls back
         except sqlite3.Error as error:
+            if _is_damage(error):
+                remove_table(self._path)
+                raise DamagedTableError(self._path) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+                raise StorageFullError(
+                    f"the search table {self._path} cannot be written: {error}; free disk space"
+                ) from error
             raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+            if not _is_damage(error):
                 raise
-        for suffix in ("", "-journal"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        remove_table(self._path)
         return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
@@ -127,3 +158,10 @@ class BM25:
             connection.close()
             raise
         return connection
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # Python's own errors, of which this one is of text that is not UTF-8
+        return isinstance(error, sqlite3.OperationalError)
+    return code & 0xFF in _DAMAGED

@@ -164,9 +164,17 @@ class Writer:
         """
         catalogue, file = self._catalogue, self._file(head.digest)
         self._require_room(head, origin, size)
-        staged.commit()
-        if not (keep_source and self._is_described(old, head) and self._has_text(head)):
-            self._write_source(head, origin.body)
+        try:
+            staged.commit()
+            if not (keep_source and self._is_described(old, head) and self._has_text(head)):
+                self._write_source(head, origin.body)
+        except OSError:  # such as a full disk, which a record without a text would keep full
+            if catalogue.place.folder is not None:  # elsewhere another machine may need it
+                catalogue.refresh(head.name)  # the text may be there nevertheless
+                for source in (head, old):
+                    if source is not None:
+                        self._drop(source.digest)
+            raise
         catalogue.index.put_records({file: size}, head.tokens, head.block_size)
         catalogue.index.used(file)
         if old is not None and old.digest != head.digest:

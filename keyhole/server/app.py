@@ -14,6 +14,7 @@ from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import keyhole
 from keyhole.async_llm import AsyncLLM
@@ -73,6 +74,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
 def _handler(convert: Any) -> Any:
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):  # FastAPI takes it for a wrong body
+            return Response(status_code=errors.GONE)
         answer: ApiError = convert(error)
         if answer.status == 404 and isinstance(error, HTTPException):
             answer = errors.no_such_path(request.method, request.url.path)

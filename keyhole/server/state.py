@@ -58,8 +58,18 @@ class Admission:
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """Counts `count` completions as running; ApiError 429 if too many, 503 while draining."""
+        """Counts `count` completions as running; ApiError 429 if too many, 503 while draining.
+
+        400 for more than ever fit, which clients would ask for again and again after a 429.
+        """
         self.require_open()
+        if count > self._limit:
+            raise ApiError(
+                400,
+                f"the request asks for {count} completions, but at most {self._limit} may run or "
+                "wait here; ask for fewer, or raise --max-queue",
+                param="n",
+            )
         if self.running + count > self._limit:
             raise ApiError(
                 429,
@@ -187,7 +197,7 @@ class State:
             except KeyholeError:  # damaged or just removed; the others are found
                 return None
 
-        self.retriever.update(self.documents.list(), text)
+        self.retriever.update(self.documents.list, text)
 
     def _document_state(self) -> DocumentState | None:
         try:

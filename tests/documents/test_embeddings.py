@@ -67,7 +67,7 @@ def encoder(folder: Path) -> SentenceEncoder:
 @pytest.fixture
 def table(tmp_path: Path, encoder: SentenceEncoder) -> EmbeddingSearch:
     made = EmbeddingSearch(tmp_path / "embeddings.sqlite", encoder)
-    made.update(infos(TEXTS), TEXTS.get)
+    made.update(lambda: infos(TEXTS), TEXTS.get)
     return made
 
 
@@ -107,7 +107,7 @@ def test_a_long_text_is_found_by_any_of_its_parts(tmp_path: Path, encoder: Sente
     assert all(passage in text for passage in passages)
     assert all(any(f" {w} " in f" {p} " for p in passages) for w in words)
     table = EmbeddingSearch(tmp_path / "embeddings.sqlite", encoder)
-    table.update(infos({"long": text, "lamp": TEXTS["lamp"]}), {"long": text, **TEXTS}.get)
+    table.update(lambda: infos({"long": text, "lamp": TEXTS["lamp"]}), {"long": text, **TEXTS}.get)
     for passage in passages:
         (best,) = table.search(passage, 1)
         assert best.name == "long"
@@ -125,11 +125,11 @@ def test_what_is_searched_follows_what_is_stored(
         read.append(name)
         return texts.get(name)
 
-    table.update(infos(texts), text)
+    table.update(lambda: infos(texts), text)
     assert read == ["new"]
     assert table.search(TEXTS["lamp"], 1)[0].name == "new"
     assert b"stands on a table" in (tmp_path / "embeddings.sqlite").read_bytes()
-    table.update([info("gone", "x")], lambda _: None)
+    table.update(lambda: [info("gone", "x")], lambda _: None)
     assert table.search("lamp", 5) == []
     assert b"stands on a table" not in (tmp_path / "embeddings.sqlite").read_bytes()
 
@@ -137,7 +137,7 @@ def test_what_is_searched_follows_what_is_stored(
 def test_another_encoder_makes_all_passages_anew(tmp_path: Path, table: EmbeddingSearch) -> None:
     other = SentenceEncoder(make_encoder(tmp_path / "other", seed=1))
     again = EmbeddingSearch(tmp_path / "embeddings.sqlite", other)
-    again.update(infos(TEXTS), TEXTS.get)
+    again.update(lambda: infos(TEXTS), TEXTS.get)
     assert again.search(TEXTS["lamp"], 9)[0].score == pytest.approx(1.0, abs=ROUNDING)
     assert len(again.search("lamp", 9)) == len(TEXTS)
 
@@ -146,7 +146,7 @@ def test_a_damaged_table_is_made_again(tmp_path: Path, encoder: SentenceEncoder)
     path = tmp_path / "embeddings.sqlite"
     path.write_bytes(b"no table at all, but long enough to be taken for one" * 40)
     table = EmbeddingSearch(path, encoder)
-    table.update(infos(TEXTS), TEXTS.get)
+    table.update(lambda: infos(TEXTS), TEXTS.get)
     assert table.search(TEXTS["lamp"], 1)[0].name == "lamp"
 
 

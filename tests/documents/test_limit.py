@@ -229,6 +229,8 @@ def test_a_failure_at_any_step_loses_nothing(
             with told if step != steps[-1] else nullcontext():
                 store.add("0", f"text of step {step}", make_record(step), overwrite=True)
         assert list((tmp_path / "parts").iterdir()) == []
+        digests = {info.digest for info in store.list()}
+        assert {path.name[:64] for path in (tmp_path / "records").iterdir()} == digests
         for open_again in (False, True):
             again = DocumentStore(tmp_path, MODEL) if open_again else store
             assert again.verify() == []

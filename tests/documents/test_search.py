@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import sqlite3
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from keyhole import ConfigError
 from keyhole.documents.index import DocumentInfo, Index
 from keyhole.documents.search import BM25
 from keyhole.documents.source import SourceFile
+from keyhole.errors import StorageFullError
 from tests.effort import examples
 
 TEXTS = {
@@ -52,7 +54,7 @@ def infos(texts: dict[str, str]) -> list[DocumentInfo]:
 @pytest.fixture
 def table(tmp_path: Path) -> BM25:
     made = BM25(tmp_path / "search.sqlite")
-    made.update(infos(TEXTS), TEXTS.get)
+    made.update(lambda: infos(TEXTS), TEXTS.get)
     return made
 
 
@@ -117,7 +119,7 @@ def test_no_query_is_an_expression(table: BM25, query: str) -> None:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> BM25:
     """One table for all examples of a property: a search changes nothing in it."""
     made = BM25(tmp_path_factory.mktemp("search") / "search.sqlite")
-    made.update(infos(TEXTS), TEXTS.get)
+    made.update(lambda: infos(TEXTS), TEXTS.get)
     return made
 
 
@@ -136,7 +138,7 @@ def test_it_follows_what_is_stored(table: BM25, tmp_path: Path) -> None:
         asked.append(name)
         return changed[name]
 
-    table.update(infos(changed), text)
+    table.update(lambda: infos(changed), text)
     assert asked == ["fruit"]
     assert [one.name for one in table.search("plum pear", 5)] == ["fruit"]
     assert [one.name for one in table.search("lamp", 5)] == ["table"]
@@ -145,9 +147,9 @@ def test_it_follows_what_is_stored(table: BM25, tmp_path: Path) -> None:
 
 def test_a_text_that_cannot_be_read_is_found_later(table: BM25) -> None:
     more = [*infos(TEXTS), info("new", "a zebra")]
-    table.update(more, lambda _: None)
+    table.update(lambda: more, lambda _: None)
     assert table.search("zebra", 5) == []
-    table.update(more, {"new": "a zebra"}.get)
+    table.update(lambda: more, {"new": "a zebra"}.get)
     assert [one.name for one in table.search("zebra", 5)] == ["new"]
 
 
@@ -159,7 +161,60 @@ def test_a_table_that_is_lost_is_made_again(
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    table.update(infos(TEXTS), TEXTS.get)
+    table.update(lambda: infos(TEXTS), TEXTS.get)
+    assert [one.name for one in table.search("pear", 5)] == ["fruit"]
+
+
+def test_a_table_whose_pages_are_damaged_is_made_again(table: BM25, tmp_path: Path) -> None:
+    path = tmp_path / "search.sqlite"
+    whole = path.read_bytes()
+    for damaged in (
+        whole[:4096] + b"\xff" * (len(whole) - 4096),  # all but the schema
+        whole.replace(b"stands", b"\xff\xff\xff\xff\xff\xff"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="was damaged; search again"):
+            table.search("lamp", 5)
+        table.update(lambda: infos(TEXTS), TEXTS.get)
+        assert [one.name for one in table.search("pear", 5)] == ["fruit"]
+    path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    table.update(lambda: infos(TEXTS), TEXTS.get)
+    assert [one.name for one in table.search("pear", 5)] == ["fruit"]
+
+
+def test_what_another_thread_stores_meanwhile_stays_found(table: BM25) -> None:
+    more = {**TEXTS, "new": "a zebra"}
+    stored, listed, threads = dict(TEXTS), threading.Event(), []
+
+    def store() -> None:
+        stored.update(more)
+        listed.set()
+        table.update(lambda: infos(stored), more.get)
+
+    def documents() -> list[DocumentInfo]:
+        found = infos(stored)  # old, once it is used
+        threads.append(threading.Thread(target=store))
+        threads[0].start()
+        assert listed.wait(10)
+        return found
+
+    table.update(documents, more.get)
+    threads[0].join()
+    assert [one.name for one in table.search("zebra", 5)] == ["new"]
+
+
+def test_a_full_disk_is_named_with_its_remedy(table: BM25, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = table._connect
+
+    def full() -> sqlite3.Connection:
+        connection = connect()
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite takes as many as there are
+        return connection
+
+    monkeypatch.setattr(table, "_connect", full)
+    more = {**TEXTS, "large": "many words " * 1000}
+    with pytest.raises(StorageFullError, match=r"search.sqlite cannot be written: .*; free disk"):
+        table.update(lambda: infos(more), more.get)
     assert [one.name for one in table.search("pear", 5)] == ["fruit"]
 
 

@@ -25,6 +25,7 @@ def made(lengths: list[int], layers: int = 3, *, seed: int = 0, shares: bool = T
     written = kept & (torch.rand(layers, sum(lengths), generator=rng) < 0.3)
     return Reused(
         documents=[f"folder/document {number}" for number in range(len(lengths))],
+        digests=["" for _ in lengths],
         lengths=lengths,
         shares=(0.25,) * len(lengths) if shares else None,
         sequence_ratio=0.5,

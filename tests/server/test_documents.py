@@ -23,6 +23,7 @@ from keyhole import LLM, SamKV, SamplingParams
 from keyhole.documents.remote import RemoteStorage
 from keyhole.documents.storage import Entry
 from keyhole.server.documents import convert
+from keyhole.server.documents.passages import passages_of
 from keyhole.server.errors import GONE, ApiError
 from tests.documents.test_embeddings import make_encoder
 from tests.documents.test_search import TEXTS as TEXTS_OF_WORDS
@@ -112,15 +113,22 @@ def test_two_files_in_one_request_are_refused(address: str) -> None:
     assert httpx2.get(f"{address}/v1/documents/file1.txt").status_code == 404
 
 
-def test_an_upload_that_ends_early_is_no_failure_of_the_server(
-    address: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("PUT", "/v1/documents/half", "/v1/documents/{name:path}"),
+        ("POST", "/v1/completions", "/v1/completions"),
+    ],
+)
+def test_a_body_that_ends_early_is_nobodys_failure(
+    address: str, caplog: pytest.LogCaptureFixture, method: str, path: str, route: str
 ) -> None:
-    """It was logged with a traceback, and counted as status 500."""
+    """It was logged with a traceback, and counted as status 500, or as a wrong body."""
     host, port = address.removeprefix("http://").split(":")
-    counted = f'keyhole_requests_total{{path="/v1/documents/{{name:path}}",status="{GONE}"}} 1.0'
+    counted = f'keyhole_requests_total{{path="{route}",status="{GONE}"}} 1.0'
     with caplog.at_level(logging.INFO, "keyhole.server"):
         with socket.create_connection((host, int(port))) as client:
-            head = f"PUT /v1/documents/half HTTP/1.1\r\nHost: {host}\r\nContent-Length: 999\r\n\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 999\r\n\r\n"
             client.sendall(head.encode() + b"some")
             time.sleep(0.2)
         end = time.monotonic() + 30
@@ -266,6 +274,23 @@ def test_an_answer_says_which_passages_it_used(
     for name, marks in (("kept", reused.kept), ("recomputed", reused.recomputed)):
         found = [n for one in told for n in per_character(one[name], TEXTS[one["name"]])]
         assert found == marks.sum(0).tolist()
+
+
+def test_passages_of_a_text_that_was_replaced_have_no_characters(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    for text in ("seventeen pears", "seventeen plums"):  # as many tokens
+        llm.documents.add("changed", text, overwrite=True)
+        asked = llm.ask("how many?", ["changed"], reuse="reuse", params=params).reused
+        if text.endswith("pears"):
+            before = asked
+    assert before is not None
+    assert asked is not None
+    (old,), (new,) = (
+        passages_of(llm.documents, one, llm.tokenizer)[0]["kept"] for one in (before, asked)
+    )
+    llm.documents.remove("changed")
+    assert new == {**old, "start": 0, "end": 15, "text": "seventeen plums"}
+    assert old.keys() == {"layers", "tokens"}
 
 
 def test_passages_are_omitted_on_request_and_without_reuse(

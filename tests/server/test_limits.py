@@ -72,6 +72,9 @@ def test_more_than_the_limit_are_refused_at_once() -> None:
         with admission.enter(1):
             assert admission.running == 3
     assert admission.running == 0
+    with pytest.raises(ApiError, match="4 completions, but at most 3") as caught:
+        admission.enter(4).__enter__()
+    assert caught.value.status == 400
     admission.is_draining = True
     with pytest.raises(ApiError, match="stopping"), admission.enter(1):
         pass

@@ -92,7 +92,8 @@ class Context:
 class Reused:
     """What a prompt reused of stored documents.
 
-    documents: their names, in order. lengths: tokens of each. shares: SamKV's P of each, None for
+    documents: their names, in order. digests: SHA-256 of the source of each. lengths: tokens of
+    each. shares: SamKV's P of each, None for
     other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
     held_ratio: tokens of a layer for which pages are held / tokens of the documents.
     recompute_ratio: those computed again in some layer / all. tokens_not_computed: the number of
@@ -102,6 +103,7 @@ class Reused:
     """
 
     documents: Sequence[str]
+    digests: Sequence[str]
     lengths: Sequence[int]
     shares: tuple[float, ...] | None
     sequence_ratio: float
@@ -125,6 +127,7 @@ class Reused:
         again = plan.recomputed.any(0)
         return cls(
             documents=[document.info.name for document in documents],
+            digests=[document.digest for document in documents],
             lengths=[document.length for document in documents],
             shares=plan.shares,
             sequence_ratio=float(plan.kept.float().mean()),

@@ -166,7 +166,7 @@ class Documents:
         for name in wanted:
             if name not in known:
                 self.get(name)
-        self.retriever.update(builtins.list(known.values()), self._text_now)
+        self.retriever.update(self.list, self._text_now)
         found = [one.name for one in self.retriever.search(question, len(known))]
         ranked = dict.fromkeys([*(name for name in found if name in wanted), *wanted])
         chosen = set(builtins.list(ranked)[:max_documents])
@@ -300,6 +300,8 @@ class Documents:
                 f"{engine.model.vocab_size - 1}"
             )
         longest, reason = engine.max_length, engine.model.length_reason
+        if longest < engine.model.max_length:
+            reason = "set by max_length"
         rope = engine.model.rope
         if rope is not None and rope.threshold < longest:
             longest, reason = rope.threshold, rope.reason

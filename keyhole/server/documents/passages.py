@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.documents.source import Source
 from keyhole.engine.documents.filling import Reused
 from keyhole.engine.documents.library import Documents
 from keyhole.errors import KeyholeError
@@ -25,8 +26,8 @@ def passages_of(documents: Documents, reused: Reused, tokenizer: Any) -> list[di
     ids, have no characters.
     """
     found, start = [], 0
-    for name, length in zip(reused.documents, reused.lengths, strict=True):
-        text, spans = _text(documents, name, length, tokenizer)
+    for name, digest, length in zip(reused.documents, reused.digests, reused.lengths, strict=True):
+        text, spans = _text(documents, name, digest, length, tokenizer)
         part = slice(start, start + length)
         found.append(
             {
@@ -41,16 +42,16 @@ def passages_of(documents: Documents, reused: Reused, tokenizer: Any) -> list[di
 
 
 def _text(
-    documents: Documents, name: str, length: int, tokenizer: Any
+    documents: Documents, name: str, digest: str, length: int, tokenizer: Any
 ) -> tuple[str, _Spans | None]:
     try:
         text = documents.store.source(name)
     except KeyholeError:  # gone
         return "", None
-    spans = character_spans(tokenizer, text) if isinstance(text, str) else None
-    if spans is None or len(spans) != length:
+    if not isinstance(text, str) or Source.of(text).digest != digest:
         return "", None
-    return str(text), spans
+    spans = character_spans(tokenizer, text)
+    return ("", None) if spans is None or len(spans) != length else (text, spans)
 
 
 def _passages(marks: Tensor, text: str, spans: _Spans | None) -> list[dict[str, Any]]:

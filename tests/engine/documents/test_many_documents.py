@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.documents.search import Found
+from keyhole.documents.search import Found, Listing
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.forward_passes import ForwardPasses
 from keyhole.errors import ConfigError, UnknownNameError
@@ -86,8 +86,8 @@ def test_another_retriever_is_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     class Last:
         """The documents whose names come last."""
 
-        def update(self, documents: list[object], text: object) -> None:
-            assert len(documents) == NUMBER
+        def update(self, documents: Listing, text: object) -> None:
+            assert len(documents()) == NUMBER
 
         def search(self, query: str, top_k: int) -> list[Found]:
             assert query == f"{NAMES[0]} keeps ?"

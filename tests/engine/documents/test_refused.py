@@ -102,6 +102,12 @@ def test_wrong_questions_and_documents(llm: LLM) -> None:
     assert [info.name for info in llm.documents.list()] == ["faq", "handbook"]
 
 
+def test_a_document_beyond_the_own_limit_names_it(llm: LLM, tmp_path: Path) -> None:
+    short = LLM(llm.engine.model, max_length=5, documents=tmp_path)
+    with pytest.raises(PromptTooLongError, match=r"at most 4 \(set by max_length\); split it"):
+        short.documents.add("long", "x" * 5)
+
+
 @pytest.mark.parametrize("pinned", ["yes", [], float("nan")])
 def test_a_pin_that_is_none_is_refused(llm: LLM, tmp_path: Path, pinned: Any) -> None:
     """[] was written with the text, and the store could not be opened any more."""
