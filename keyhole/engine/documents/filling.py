@@ -93,8 +93,8 @@ class Reused:
     """What a prompt reused of stored documents.
 
     documents: their names, in order. digests: SHA-256 of the source of each. lengths: tokens of
-    each. shares: SamKV's P of each, None for
-    other methods. sequence_ratio: kept tokens / tokens of the documents, mean over layers.
+    each. shares: SamKV's P of each, None for other methods. sequence_ratio: kept tokens / tokens
+    of the documents, mean over layers.
     held_ratio: tokens of a layer for which pages are held / tokens of the documents.
     recompute_ratio: those computed again in some layer / all. tokens_not_computed: the number of
     tokens that were not computed again. bytes_read: from the store, block statistics included.
