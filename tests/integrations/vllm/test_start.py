@@ -49,7 +49,7 @@ def test_a_policy_that_can_run_is_accepted(checkpoint: str) -> None:
     [
         (QUEST | {"token_budget": PAGE_SIZE - 1}, {}, "token_budget 31 must be at least one page"),
         (QUEST | {"budget": 64}, {}, "unknown setting of quest 'budget'|budget"),
-        ({"policy": "raas"}, {}, "'raas' cannot run in vLLM: it keeps data of each sequence"),
+        ({"policy": "raas"}, {}, "'raas' cannot run in vLLM: it keeps data per sequence"),
         ({"policy": "spe_context"}, {}, "selects by a retrieval head, which vLLM does not run"),
         ({"policy": "seer_attention_r"}, {}, "by a trained gate, which is not loaded into vLLM"),
         (
@@ -84,7 +84,7 @@ DOCUMENTS = {"kv_connector": "KeyholeConnector", "kv_role": "kv_consumer"}
 @pytest.mark.parametrize(
     ("extra", "settings", "said"),
     [
-        ({"place": "/tmp"}, {}, "kv_connector_extra_config 'place' is not known"),
+        ({"place": "/tmp"}, {}, "kv_connector_extra_config 'place' is not a setting"),
         ({"documents": "ftq://host/kv"}, {}, "protocol of a document place 'ftq'"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism: no rank has all layers"),
         ({}, {"kv_cache_dtype": "fp8"}, "a KV cache of type 'fp8'"),
