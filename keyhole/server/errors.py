@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from keyhole.documents.integrity import RecordError
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -83,6 +84,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, TimeoutError):
         message = "the request took longer than its own timeout or the server's"
         return ApiError(504, message, kind="timeout")
+    if isinstance(error, RecordError) and error.kind != "missing":  # a client cannot change it
+        return ApiError(500, str(error), kind="server_error", code="unreadable_document")
     for cls, status, kind, code in _KINDS:
         if isinstance(error, cls):
             return ApiError(status, str(error), kind=kind, param=error.field, code=code)

@@ -104,6 +104,22 @@ def test_a_document_whose_record_was_evicted_says_so(address: str, llm: LLM) -> 
     httpx2.delete(place)
 
 
+def test_a_damaged_record_is_the_servers_failure(
+    address: str, llm: LLM, own_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"{address}/v1/documents/damaged"
+    digest = httpx2.put(place, content=b"a text whose record is cut").json()["digest"]
+    (record,) = Path(llm.documents.place, "records").glob(f"{digest}-*")
+    record.write_bytes(record.read_bytes()[:-1])
+    question = {"messages": [{"role": "user", "content": "?"}], "documents": ["damaged"]}
+    answer = httpx2.post(f"{address}/v1/chat/completions", json=question)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "unreadable_document")
+    assert "verify" in error["message"]
+    assert "a request failed" in caplog.text
+    httpx2.delete(place)
+
+
 def test_two_files_in_one_request_are_refused(address: str) -> None:
     """The first one was dropped."""
     files = [("file", (f"file{i}.txt", b"some text")) for i in range(2)]
