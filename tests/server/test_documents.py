@@ -137,7 +137,12 @@ def test_two_files_in_one_request_are_refused(address: str) -> None:
     ],
 )
 def test_a_body_that_ends_early_is_nobodys_failure(
-    address: str, caplog: pytest.LogCaptureFixture, method: str, path: str, route: str
+    address: str,
+    own_engine: None,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    path: str,
+    route: str,
 ) -> None:
     """It was logged with a traceback, and counted as status 500, or as a wrong body."""
     host, port = address.removeprefix("http://").split(":")
