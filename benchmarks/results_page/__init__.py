@@ -81,6 +81,7 @@ def pages(
         *results_scope.section(scope),
         *bundled_models.tasks_section(claims.get("tell", ())),
         *bundled_models.layers_section(claims.get("layers", ())),
+        *bundled_models.far_section(claims.get("far", ())),
     ]
     found = {"scope.md": ("What the models can and cannot tell", about)}
     for prefix, page in controls.PAGES.items():

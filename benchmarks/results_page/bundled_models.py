@@ -3,11 +3,13 @@
 A task can tell methods apart if full attention and the oracle, which knows the attention, are
 right, and the newest tokens and random ones are not. A layer looks something up if answers are
 wrong when it alone reads the first and the newest tokens only. The lines are those of `keyhole
-eval`: with `--terms equal --controls`, and with a `streaming_llm` per layer.
+eval`: with `--terms equal --controls`, with a `streaming_llm` per layer, and with `--suite
+attention`.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,3 +115,82 @@ def _sparse(line: Line) -> int:
     """The layer that does not read everything."""
     dense = set(line["settings"]["full_layers"])
     return next(n for n in range(len(dense) + 1) if n not in dense)
+
+
+#: Distances between layers, and between steps, of the lists that are compared.
+_LAYERS_APART = (1, 2, 3, 7)
+_STEPS_LATER = (1, 2, 4, 8, 16, 64)
+
+
+def far_section(lines: Sequence[Line]) -> list[str]:
+    """What layers read far away, and whether lists of pages repeat; empty without lines."""
+    lines = [line for line in lines if line["weights"] == "trained" or line == _twin(lines, line)]
+    losses = [line for line in lines if line["measured"] == "loss"]
+    overlaps = [line for line in lines if line["measured"] == "overlap"]
+    if not losses or not overlaps:
+        return []
+    line = overlaps[0]
+    width = len(line["layers"])
+    return [
+        "## Where layers attend, and how often their lists repeat",
+        paragraph(
+            f"{line['samples']} derivations of {line['length']:,} words under full attention. Share "
+            f"of the attention of each layer on tokens further back than {line['budget']}, the "
+            "first one left out, %:"
+        ),
+        written(
+            ["model", *(str(n) for n in range(width))],
+            [[_model(line), *map(percent, _far(line))] for line in losses],
+        ),
+        paragraph(
+            f"Share of the {line['budget']} tokens' worth of pages with the largest attention, one "
+            "list for all heads, that another layer's list or a later step's has as well, %, means "
+            "over layers and texts. *newest*: the share of a list that is among the first and "
+            "newest pages; *chance*: what two random lists share. DELTA's paper shows maps of "
+            "consecutive layers (figure 1), which it calls highly correlated, and gives no number. "
+            "SpeContext's says over 80 % of a list of tokens for the next step (figure 6b). **None "
+            "of these models reaches that**: the words of a sentence look for different things, so "
+            "lists are more alike four and eight steps later."
+        ),
+        written(
+            [
+                "model",
+                *(f"{n} layer{'s' * (n > 1)} apart" for n in _LAYERS_APART),
+                *(f"{n} step{'s' * (n > 1)} later" for n in _STEPS_LATER),
+                "newest",
+                "chance",
+            ],
+            [[_model(line), *map(percent, _shared(line["lists"]["pages"]))] for line in overlaps],
+        ),
+        source(lines),
+    ]
+
+
+def _twin(lines: Sequence[Line], line: Line) -> Line:
+    """The first line of random weights that measured the same: all models have one shape."""
+    same = (one for one in lines if one["measured"] == line["measured"])
+    return next(one for one in same if one["weights"] == line["weights"])
+
+
+def _model(line: Line) -> str:
+    return f"`{line['model']}`" if line["weights"] == "trained" else "random weights"
+
+
+def _far(line: Line) -> list[float]:
+    """Per layer, the attention outside the first and newest tokens: means over texts."""
+    texts = zip(*line["losses"]["method"]["mass"], strict=True)
+    return [1 - statistics.fmean(of_layer) for of_layer in texts]
+
+
+def _shared(pages: dict[str, Any]) -> list[float]:
+    """The columns of a row of overlaps: means over texts."""
+
+    def mean(name: str, number: int) -> float:
+        return statistics.fmean(text[number - 1] for text in pages[name])
+
+    return [
+        *(mean("by_distance", number) for number in _LAYERS_APART),
+        *(mean("by_steps", number) for number in _STEPS_LATER),
+        statistics.fmean(pages["newest"]),
+        pages["chance"],
+    ]

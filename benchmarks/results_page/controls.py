@@ -28,6 +28,7 @@ FILES = (
     | {
         "adaptive": "adaptive-layers.jsonl",
         "layers": "one-sparse-layer.jsonl",
+        "far": "far-hops.jsonl",
         "tell": "can-tell.jsonl",
     }
     | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,38 @@ def test_a_layer_that_looks_something_up_is_a_column_with_wrong_answers() -> Non
     assert table[0] == ["model", "task", "0", "1", "2"]
     assert table[2] == ["`tiny`", "`tiny_derive`", "0", "100", "25"]
     assert bundled_models.layers_section([line("full", 20, None)]) == []
+
+
+def test_attention_further_back_and_repeated_lists_are_means_over_texts() -> None:
+    def measured(model: str, weights: str, mass: float, step: float) -> list[Line]:
+        about = {"model": model, "weights": weights, "layers": [0, 1]}
+        losses = {"method": {"mass": [[mass, 0.5], [mass + 0.1, 0.5]]}}
+        steps = [[step] * 64, [step + 0.1] * 64]
+        lists = {"by_distance": [[0.5] * 7, [0.7] * 7], "by_steps": steps}
+        lists |= {"newest": [0.2, 0.4], "chance": 0.25}
+        overlap = {"measured": "overlap", "lists": {"pages": lists}}
+        return [
+            line("streaming_llm", 1) | about | {"measured": "loss", "losses": losses},
+            line("overlap", 1) | about | overlap,
+        ]
+
+    lines = [
+        *measured("one", "trained", 0.6, 0.3),
+        *measured("one", "random", 0.2, 0.8),
+        *measured("two", "trained", 0.7, 0.1),
+        *measured("two", "random", 0.1, 0.9),  # the same twin again
+    ]
+    text = "\n".join(bundled_models.far_section(lines))
+    assert re.findall(r"^\| .* \| [\d.]+ \| 50 \|$", text, re.MULTILINE) == [
+        "| `one` | 35 | 50 |",
+        "| random weights | 75 | 50 |",
+        "| `two` | 25 | 50 |",
+    ]
+    apart, later = " 60 |" * 4, " {0} |" * 6
+    for name, step in (("`one`", 35), ("random weights", 85), ("`two`", 15)):
+        assert f"| {name} |{apart}{later.format(step)} 30 | 25 |" in text
+    assert text.count("random weights |") == 2
+    assert bundled_models.far_section(lines[:1]) == []
 
 
 @pytest.mark.parametrize(
