@@ -178,7 +178,7 @@ def is_number(value: object) -> bool:
 
 
 def is_several(value: object) -> bool:
-    """Whether `value` has values to go through: it is no text, and no array of one number."""
+    """Whether `value` is a collection: iterable, but not text and not an array of one number."""
     one = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
     return isinstance(value, Iterable) and not one
 

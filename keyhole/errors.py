@@ -22,13 +22,13 @@ from typing import Any
 
 
 class KeyholeError(Exception):
-    """The root: `except KeyholeError` catches all that is meant for a user."""
+    """The base class: `except KeyholeError` catches every error that is meant for a user."""
 
-    #: The setting of a request that is wrong, where the error is about one.
+    #: The setting of a request that is wrong, if the error is about a single setting.
     field: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Some classes make their message of other arguments, and a copy has the message alone.
+        # Some classes build their message from several arguments; a copy gets the finished message.
         return _again, (type(self), self.args), self.__dict__ or None
 
 
@@ -39,12 +39,12 @@ def first_line(error: BaseException) -> str:
 
 
 def why(error: Exception) -> str:
-    """The reason alone: of an OSError without its number and path, which the message names."""
+    """The reason of an error; for an OSError without its number and path."""
     return (isinstance(error, OSError) and error.strerror) or first_line(error)
 
 
 def one_line(error: BaseException) -> str:
-    """Any library's error as a message has it: its type and its first line."""
+    """The error of a library for use in a message: its type and its first line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -91,13 +91,14 @@ class StorageFullError(CapacityError):
 
 
 class NumericalError(KeyholeError, ArithmeticError):
-    """The model gave NaN or infinite logits."""
+    """The model computed NaN or infinite logits."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says so: torch by its own class on a GPU and a plain RuntimeError on a CPU.
+    """Whether an error means that memory has run out.
 
-    Python, and the kernels in C++, by a MemoryError.
+    torch raises its own class on a GPU and a plain RuntimeError on a CPU; Python and the C++
+    kernels raise a MemoryError.
     """
     if isinstance(error, MemoryError):
         return True

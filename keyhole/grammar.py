@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Between the parts of a JSON text. Bounded: small models fill endless lines with spaces.
 JSON_WHITESPACE = r"[ \n]{0,16}"
 
-#: Compiled grammars that are kept, the last used.
+#: Compiled grammars that are kept, the most recently used ones.
 _MOST_KEPT = 64
 #: llguidance's mark of a special token in its vocabulary.
 _SPECIAL = b"\xff"
@@ -38,13 +38,13 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos = sorted(eos_token_ids)
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # protects the fields below
         self._kept: OrderedDict[str, GrammarState] = OrderedDict()
 
     def start(self, grammar: str) -> GrammarState:
         """The grammar at its beginning, for one sequence.
 
-        RequestError for one that is none, and for one that the model has no token to begin with.
+        RequestError for an invalid grammar, and for one whose text the model has no token to begin.
         """
         with self._guard:
             found = self._kept.pop(grammar, None)
@@ -107,14 +107,14 @@ class Grammars:
 
 
 def _reason(text: str) -> str:
-    """The first line of llguidance's error; of a regular expression, the line after its picture."""
+    """The first line of llguidance's error, and the explanation that follows a drawing."""
     lines = text.strip().splitlines()
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return " ".join([lines[0], *told[:1]])
 
 
 class GrammarState:
-    """How far one sequence's text is in its grammar.
+    """The position of one sequence's text in its grammar.
 
     offset: of the next token's id, 0 after the first token. sizes: int32 numbers of a mask, and how
     many tokens the model has.
@@ -127,11 +127,11 @@ class GrammarState:
         self.offset, self.sizes = offset, sizes
 
     def copy(self) -> GrammarState:
-        """The same state, which goes on by itself."""
+        """An independent copy."""
         return GrammarState(self.matcher.deep_copy(), self.offset, self.sizes, self.executor)
 
     def accept(self, token: int) -> bool:
-        """Takes the next token if the grammar allows it; otherwise nothing changes."""
+        """Advances by the next token if the grammar allows it; returns whether it did."""
         taken = self.matcher.try_consume_tokens([token + self.offset]) == 1
         if taken:
             self.offset = 0
@@ -180,8 +180,8 @@ def allowed(states: Sequence[GrammarState]) -> np.ndarray:
 class _Words:
     """The vocabulary of a tokenizer of words, for llguidance. offset: a multiple of 32.
 
-    Single bytes follow the words: what a grammar forces must be made of tokens, or llguidance takes
-    it for written. The model does not have them, so masks end before them.
+    Single bytes follow the words: llguidance must be able to spell what a grammar forces with
+    tokens; otherwise it considers it written. The model does not have them, so masks omit them.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int]) -> None:

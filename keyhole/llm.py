@@ -270,7 +270,7 @@ class LLM:
         *,
         policy: PolicySpec | None = None,
     ) -> Iterator[Piece]:
-        """Yields text as it comes; leaving the loop early frees the request."""
+        """Yields text as it is generated; leaving the loop early frees the request."""
         return self._stream(self.submit(prompt, params, policy=policy))
 
     def chat(
@@ -306,7 +306,7 @@ class LLM:
 
     @arguments_of(chat)
     def stream_chat(self, **arguments: Any) -> Iterator[Piece]:
-        """`chat`, as it comes."""
+        """Streams the answer of `chat`."""
         return self._stream(self.submit_chat(**arguments))
 
     @functools.cached_property
@@ -341,10 +341,10 @@ class LLM:
     ) -> Result:
         """An answer from stored documents, which are placed between the prefix and the question.
 
-        documents: names, in order; one may stand twice. reuse: what to keep of them and to compute
-        again, an object such as `SamKV(update="fusion")`, a name, a settings file, or None (SamKV).
-        separator: between two documents. chat: prefix, documents and question make the user's
-        message of the model's chat template.
+        documents: names, in order; a name may occur twice. reuse: what to keep of them and to
+        compute again, an object such as `SamKV(update="fusion")`, a name, a settings file, or None
+        (SamKV). separator: between two documents. chat: prefix, documents and question make the
+        user's message of the model's chat template.
 
         UnknownNameError for a name that is not stored, with the nearest one.
         """
@@ -364,7 +364,7 @@ class LLM:
 
     @arguments_of(ask)
     def stream_ask(self, **arguments: Any) -> Iterator[Piece]:
-        """`ask`, as it comes."""
+        """Streams the answer of `ask`."""
         with ExitStack() as stack:
             yield from self._stream(self.submit_ask(stack, **arguments))
 
@@ -377,7 +377,7 @@ class LLM:
         policy: PolicySpec | None = None,
         caller: str = "",
     ) -> Sequence:
-        """Takes a request and does not run it, for callers that run `engine.step` themselves.
+        """Queues a request without running it, for callers that run `engine.step` themselves.
 
         after: a request with the same prompt, whose computation this one waits for and shares.
         caller: whose request it is; those of several callers take turns.
@@ -508,7 +508,7 @@ class LLM:
                 self.engine.abort(sequence)
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; RequestError for what is none, or is empty."""
+        """The token ids of a prompt; RequestError for anything else, and for an empty one."""
         if (ids := given_ids("a prompt", prompt)) is not None:
             return ids
         assert isinstance(prompt, str)

@@ -15,7 +15,7 @@ from keyhole.errors import RequestError, first_line
 #: Text, token ids, or {"prompt_token_ids": token ids}.
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 
-#: A prompt, or several, mixed as one likes.
+#: One prompt, or several in any mixture of forms.
 Prompts = Prompt | Iterable[Prompt]
 
 _RIGHT = "text, a list of token ids, or {'prompt_token_ids': [...]}"
@@ -107,14 +107,14 @@ def character_spans(tokenizer: Any, text: str) -> list[tuple[int, int]] | None:
     return [(int(start), int(end)) for start, end in found["offset_mapping"]]
 
 
-#: One message: "role", "content" (text, or a list of parts of text), and what templates know more.
+#: One message: "role", "content" (text, or a list of parts of text), and fields for the template.
 Message = Mapping[str, Any]
 
 #: What a model may call: a JSON schema as OpenAI has it, or a Python function with a docstring.
 Tool = Mapping[str, Any] | Callable[..., Any]
 
 
-#: What a template is given besides its settings.
+#: Arguments of `apply_chat_template` that are not settings of the template.
 _OF_CONVERSATIONS = {
     *("conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt")
 }

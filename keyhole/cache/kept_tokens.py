@@ -1,13 +1,14 @@
 """Sequences that lack some of their tokens: what each layer keeps, and what eviction retains.
 
-Each layer may drop other tokens of a prompt with stored documents; a table records those it kept.
+Each layer may drop different tokens of a prompt with stored documents; a table records those that
+it kept.
 
 A dropped token is a slot in a page that the layer does not read, and pages that no layer reads are
-not allocated, so that the rest of the engine is unaffected. Where the policy allows it, a layer's
-kept tokens are packed first, and "token" here means its place (`cache/packing.py`). A selection
-that one layer makes for others means other tokens at their places: it is made of positions, and
-each layer reads those that it has at its own places. Every layer has all tokens after the
-documents, at their positions.
+not allocated, so the rest of the engine is unaffected. Where the policy allows it, a layer's kept
+tokens are packed, and "token" here means its place (`cache/packing.py`). Layers have different
+tokens at the same place. A selection that one layer makes for others is therefore translated to
+positions, and each layer reads the tokens at these positions from its own places. Every layer has
+all tokens after the documents, at their positions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Packs the kept tokens of a prompt, so that its pages hold little but kept tokens.
+"""Packs the kept tokens of a prompt, so that its pages hold hardly any dropped ones.
 
 Layers may keep different tokens of stored documents. A page spans all layers, so at its tokens' own
 positions it stays as long as any layer keeps one of them. Keys are rotated already, and attention
 does not depend on the order of keys; so each layer's kept tokens move together, and page i of one
-layer then holds other tokens than page i of another. If all layers keep the same number of tokens,
-as under SamKV, only the first and last page may hold tokens that no layer reads.
+layer then holds different tokens than page i of another. If all layers keep the same number of
+tokens, as under SamKV, only the first and last page may hold tokens that no layer reads.
 
 A *place* is where a layer stores a token: a position of the page list. The first page of kept
 tokens stays at the beginning, and the others end where the question begins, in order: attention
@@ -122,7 +122,7 @@ def move_tokens(
         table = before.to(device)
         key = kernels.gather_rows(keys, table, tokens)
         value = None if shared else kernels.gather_rows(values, table, tokens)
-        if cleared is not None:  # summaries see nothing of former tokens
+        if cleared is not None:  # summaries of a page must not include its former tokens
             there_before = cleared.to(device)
             keys[there_before] = 0
             values[there_before] = 0

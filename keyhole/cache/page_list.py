@@ -32,7 +32,7 @@ class PageList:
     def need(self, positions: np.ndarray) -> bool:
         """Allocates pages for these positions; returns False, with nothing changed, without space.
 
-        `clear` comes next: new pages hold what their former owner left there.
+        Call `clear` next: new pages still hold the data of their former owner.
         """
         wanted = self._missing(positions)
         fresh = self._cache.allocate(len(wanted), leave=_LEFT)
@@ -86,8 +86,8 @@ class PageList:
         """Replaces all pages by those of another sequence with the same tokens before `end`.
 
         entries: its page list up to `end`, gaps included. Full pages are shared, the last one is
-        copied if `end` is within it: what is behind becomes zeros. Returns False without space for
-        the copy.
+        copied if `end` is within it, with zeros from `end` on. Returns False without space for the
+        copy.
         """
         self.release()
         full, rest = divmod(end, self._size)

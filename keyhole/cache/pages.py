@@ -243,14 +243,14 @@ class PageCache:
                     data[name] = _cut(tensor, count, used)
 
     def allocate(self, count: int, *, leave: int = 0) -> list[int] | None:
-        """`count` pages with one reference each; None, with nothing changed: too few.
+        """`count` pages with one reference each; None, with nothing changed, if too few are left.
 
-        leave: so many pages, if there are more, stay free for the next calls: those whose memory
-        is most likely there, as they follow pages in use or were in use themselves.
+        leave: up to this many pages stay free for later calls: those whose memory the system has
+        most likely provided already, because they were in use, or follow pages in use.
         """
         if count > self.available:
             return None
-        # With layers to offload, growth costs others their place.
+        # If layers can be offloaded, growth may offload one, so only what is needed is added.
         wanted = min(count + leave, self.available) if self.room is None else count
         while len(self._free) < wanted:
             self._grow(self.capacity + wanted - len(self._free))
@@ -413,7 +413,8 @@ class PageCache:
             for data in (*self.data, self.common):
                 for name, tensor in data.items():
                     data[name] = huge_pages.enlarged(tensor, capacity, self._most)
-        # Older ones are allocated first: their memory is there, or enters it layer by layer.
+        # New pages come last: the memory of older ones has been provided already, or is provided
+        # layer by layer.
         self._free[:0] = array("i", range(capacity - 1, self.capacity - 1, -1))
         more = capacity - self.capacity
         self._refs.extend(array("i", [0]) * more)

@@ -167,7 +167,7 @@ class Prefetcher:
     def begin(
         self, rows: Tensor, page_table: Tensor, lengths: Tensor, *, recorded: bool = False
     ) -> None:
-        """A step of sequences in `rows` (int64 [B]); the rest is as in `policy.Step`.
+        """A step of sequences in `rows` (int64 [B]); the rest is as in `Step`.
 
         recorded: whether the step is captured in a CUDA graph.
         """

@@ -172,7 +172,7 @@ class _Entries:
         self.pages, self.makers, self.insertions = array("i", [0]), array("i", [0]), array("q", [0])
         self._digests = bytearray(_DIGEST_BYTES)
         self._older, self._newer = array("i", [0]), array("i", [0])
-        # Of the same bucket; of a removed entry the one that was removed before it.
+        # The next entry of the same bucket; for a removed entry, the one that was removed before.
         self._next = array("i", [0])
         self._removed = 0
         self._buckets = array("i", [0]) * 64

@@ -13,9 +13,9 @@ copies, too, until it is known how many of these were right (`RecurrentStep.acce
 
 The keys of a cached prefix serve every prompt that begins with it, whereas a recurrent state serves
 only one that begins with exactly these tokens. `StateSnapshots` therefore keeps states where a
-prompt is likely to go on: at its last full page, which its other completions and the next turn of a
-conversation share, and where it leaves what is cached, as others will leave it there, too (branch
-points: Pan et al., Marconi, arXiv 2411.19379, section 4.1).
+later prompt is likely to continue: at the last full page, which other completions and the next turn
+of a conversation share, and where the prompt departs from what is cached, since later prompts are
+likely to depart there, too (branch points: Pan et al., Marconi, arXiv 2411.19379, section 4.1).
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class RecurrentChunk:
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """Tokens that decoding sequences compute at the same place: their first ones, their second ...
+    """The i-th token of each decoding sequence in a step; i > 0 are proposed tokens.
 
     sequences: int64 [n], which of the decoding sequences, ascending; on the host. rows, slots:
-    int64 [n], their rows in the packed row and the slots of the sequences. after: int64 [n], which
-    entries of the place before they follow; None at the first place, which has all sequences.
+    int64 [n], their rows in the packed row and the slots of the sequences. after: int64 [n], the
+    entries of the i-1-th tokens that they follow; None for the first tokens, of all sequences.
     """
 
     sequences: np.ndarray
@@ -162,7 +162,7 @@ class DecodedTokens:
 def decoded_tokens(
     slots: np.ndarray, counts: np.ndarray, device: torch.device
 ) -> list[DecodedTokens]:
-    """The places of sequences with these slots, int64 [S], and rows, int64 [S], in this order."""
+    """The tokens of sequences with these slots and numbers of rows, int64 [S] each, in order."""
     begins, before, found = np.cumsum(counts) - counts, None, []
     for place in range(int(counts.max(initial=0))):
         those = np.flatnonzero(counts > place)
@@ -230,18 +230,18 @@ class RecurrentStep:
         return tuple(torch.cat(outputs)[None] for outputs in zip(*parts, strict=True))
 
     def commit(self) -> None:
-        """Stores the new states of all layers; once, after the last of them has run.
+        """Stores the new states of all layers; called once, after the last layer has run.
 
-        Of a decoding sequence that after its first token.
+        For a decoding sequence it stores the state after its first token.
         """
         for layer, slots, states in self._new:
             self.state.write(layer, slots, states)
         self._new.clear()
 
     def accept(self, counts: np.ndarray) -> None:
-        """Stores the states after the proposed tokens that were right, int64 [S] of each sequence.
+        """Stores the states after the accepted proposed tokens; called once, after `commit`.
 
-        After `commit`, once.
+        counts: int64 [S], how many of them each decoding sequence accepted.
         """
         for place, tokens in enumerate(self.decoded[1:], 1):
             entries = np.flatnonzero(counts[tokens.sequences] == place)
@@ -273,7 +273,7 @@ class RecurrentStep:
 
 
 class StateSnapshots:
-    """Copies of states by the digest of all tokens before them, the least recently used first."""
+    """Copies of states by the digest of all earlier tokens, the least recently used first."""
 
     def __init__(self, state: RecurrentState, page_size: int) -> None:
         self._state, self._page_size = state, page_size
@@ -301,10 +301,10 @@ class StateSnapshots:
     def usable(
         self, tokens: Sequence[int], cached: int, end: int, group: bytes
     ) -> tuple[int, tuple[int, ...]]:
-        """How many of the first `cached` tokens, whole pages, the longest kept state comes after.
+        """The length of the longest prefix with a kept state, and where to keep further states.
 
-        Then where a prompt of `end` tokens stops for its state to be kept: after these pages, and
-        after its last page that is full before its last token.
+        The prefix is at most the first `cached` tokens, in whole pages. A prompt of `end` tokens
+        keeps its state after these pages, and after its last full page before its last token.
         """
         size, digests = self._page_size, self._digests(tokens, cached, group)
         found = (i for i in range(len(digests), 0, -1) if digests[i - 1] in self._places)

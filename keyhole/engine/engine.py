@@ -75,7 +75,7 @@ class Engine:
         copies: SharedPromptCache | None = None,
         gate: SeerGate | None = None,
     ) -> None:
-        copies = None if model.is_hybrid else copies  # which have no recurrent state
+        copies = None if model.is_hybrid else copies  # copies lack the recurrent state
         self.lock = FairLock()
         self.model = model
         self.geometry = model.geometry(config.page_size).stored_as(config.kv_dtype)

@@ -1,4 +1,4 @@
-"""Who is next: of threads that want the engine, and of callers whose requests wait."""
+"""Fair order: of threads that wait for the engine, and of callers with waiting requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FairQueue(deque[Sequence]):
         self.insert(place, sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Takes a sequence out, whose turn has come."""
+        """Removes a sequence that starts to run, and advances the turn to its own."""
         self.remove(sequence)
         self._turn = max(self._turn, sequence.turn)
 

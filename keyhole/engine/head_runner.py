@@ -1,10 +1,10 @@
 """Runs the retrieval head: keys of every token, and attention weights before each step.
 
-A token's key needs the features of the token before it, which the model gives in the step that
-computes that one. So the newest token of a decoding sequence is handled before the model runs, by
-the features of the last step; tokens of a prompt are handled after it, when their features are
-there. Keys and the newest feature of a page are side data of the page, and are shared, copied and
-freed with it.
+A token's key needs the features of the token before it, which the model computes in that token's
+step. So the key of a decoding sequence's newest token is computed before the model runs, from the
+features of the last step, and the keys of prompt tokens after it has run. The keys of a page and
+the features of its newest token are side data of the page, and are shared, copied and freed with
+it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class HeadRunner:
         """
         fused = self.fuse(batch)
         for chunk in batch.chunks:
-            # What stands before a token that is known is not: its page holds its own features.
+            # A token whose key is known is skipped: its page holds its own features, and no longer
+            # those of the token before it.
             rows = slice(chunk.rows.start + chunk.known, chunk.rows.stop)
             before = None if fused is None else self._before(fused, chunk)
             self._append(token_ids[rows], positions[rows], batch.slots[rows], before)

@@ -100,7 +100,7 @@ class Runner:
         self._ahead: InputsAhead | None = None
 
     def traffic(self) -> list[Traffic]:
-        """What the last step's decoding sequences loaded, once; waits for the device.
+        """Returns once what the last step's decoding sequences loaded; waits for the device.
 
         Empty if no layer is offloaded.
         """
@@ -146,9 +146,10 @@ class Runner:
         return [rows[i] for i in wanted] + [spans[i][0] for i in last], logits, reads
 
     def begin(self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor) -> Batch:
-        """What attention needs for one step, with the policy's choice before it under way.
+        """Prepares the batch of a step, and starts what the policy selects before the first layer.
 
-        token_ids, positions: int64 [T], the packed row. Their forward comes next, then `end`.
+        token_ids, positions: int64 [T], the packed row. The caller then runs the forward pass, and
+        calls `end`.
         """
         self.evict()
         batch = self._batch(plan, self._inputs(plan))
@@ -158,7 +159,7 @@ class Runner:
     def end(
         self, plan: SchedulerOutput, token_ids: Tensor, positions: Tensor, batch: Batch
     ) -> Tensor:
-        """After the forward: advances `num_computed`; returns the reads, as `run`."""
+        """Ends a step after its forward pass: advances `num_computed`; returns reads, as `run`."""
         victims, reads = self._after(token_ids, positions, batch)
         loading = batch.step is not None and self._prefetcher is not None
         self._loads = self._prefetcher.end() if loading and self._prefetcher else None
@@ -178,9 +179,9 @@ class Runner:
         return reads
 
     def accept(self) -> None:
-        """Keeps the recurrent states after the proposed tokens that were right, once it is known.
+        """Keeps the recurrent states after the accepted tokens; called once these are known.
 
-        They are those by which `num_computed` of a sequence has advanced since `run`.
+        A sequence has accepted as many tokens as its `num_computed` has advanced since `run`.
         """
         if self._unverified is not None:
             (step, before), self._unverified = self._unverified, None
@@ -209,32 +210,32 @@ class Runner:
                 sequence.blocks_before += before
 
     def renumber(self) -> None:
-        """Pages have other numbers in the sequences' lists (`PageCache.pack`). Between steps."""
+        """Adapts to renumbered pages (`PageCache.pack`). Call between steps."""
         self._table.renumber()
         self._ahead = None
 
     def copy_rows(self, other: Runner, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
-        """Continues sequences of another runner of as many rows, which has no step in progress.
+        """Continues sequences of another runner of the same size that has no step in progress.
 
-        pairs: a sequence of it and ours, which has the same slot and pages of its own.
+        pairs: its sequence and ours, which has the same slot and its own pages.
         """
         self._state.copy(other._state, pairs)
         if self._eviction is not None and other._eviction is not None:
             self._eviction.copy(other._eviction)
 
     def cut(self, sequence: Sequence) -> None:
-        """The last pages of a sequence's list were removed. Between steps."""
+        """Adapts to pages removed from the end of a sequence's list. Call between steps."""
         self._table.cut(sequence)
         self._ahead = None
 
     def evict(self) -> None:
-        """Frees the pages that the policy gives up; the host has waited for the step anyway."""
+        """Frees the pages that the policy evicts; the host has synced already, for the tokens."""
         if self._eviction is not None:
             for sequence, entry in self._eviction.evict():
                 self._table.forget(sequence, entry)
 
     def kept(self, sequence: Sequence) -> Tensor | None:
-        """What each layer has of a sequence's tokens so far, as `Sequence.kept`."""
+        """The tokens of a sequence that each layer still has, as `Sequence.kept`."""
         return sequence.kept if self._eviction is None else self._eviction.kept(sequence)
 
     def _inputs(self, plan: SchedulerOutput) -> DecodeInputs | None:
@@ -253,7 +254,7 @@ class Runner:
         return inputs
 
     def _before(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """The policy's choice before the forward."""
+        """Lets the policy select before the first layer, and starts the loads."""
         if batch.step is None:
             return
         if self._head_runner is not None:
@@ -264,7 +265,7 @@ class Runner:
     def _after(
         self, token_ids: Tensor, positions: Tensor, batch: Batch
     ) -> tuple[Tensor | None, Tensor]:
-        """What comes after the forward: which pages are given up, and the reads."""
+        """Calls the hooks after the last layer; returns the pages to evict, and the reads."""
         if self._head_runner is not None:
             self._head_runner.after(token_ids, positions, batch)
         if batch.step is None:
@@ -273,7 +274,7 @@ class Runner:
         return victims, counted(batch.reads, batch.step, self._cache.geometry, self._policy)
 
     def _is_plain(self, plan: SchedulerOutput) -> bool:
-        """Whether a step is nothing but decoding, over all tokens, and none is traced."""
+        """Whether a step only decodes, over all tokens and untraced, so that it can be replayed."""
         offloaded = self._cache.offloaded_layers
         if plan.chunks or (offloaded and (self._prefetcher is None or self._policy.reads_keys)):
             return False
@@ -281,7 +282,7 @@ class Runner:
 
     @torch.no_grad()
     def _decode(self, tensors: Mapping[str, Tensor], step: Step) -> Outputs:
-        """A plain step, from the device's numbers to the device's results."""
+        """Runs a plain step (`_is_plain`) whose inputs and outputs are on the device."""
         row = tensors["token_ids"], tensors["positions"]
         every = torch.arange(len(row[0]), device=self._model.device)
         keep = self._keeps_data
@@ -311,7 +312,7 @@ class Runner:
     def _finished(
         self, plan: SchedulerOutput, inputs: DecodeInputs, outputs: Outputs, wanted: list[int]
     ) -> tuple[list[Sequence], Tensor, Tensor]:
-        """What `run` gives, after a plain step; and all that it leaves on the host."""
+        """Returns the results of `run` after a replayed step, and updates the host's state."""
         rows, count = plan.rows, len(plan.rows)
         self._loads = None if outputs.loads is None else Loads(outputs.loads[:count])
         if outputs.victims is not None and self._eviction and inputs.due is not None:
@@ -397,7 +398,7 @@ class Runner:
         return step
 
     def _step(self, inputs: DecodeInputs, tensors: Mapping[str, Tensor]) -> Step:
-        """tensors: what was sent of the inputs."""
+        """The step of these inputs; tensors: those of them that are on the device."""
         return Step(
             lengths=tensors["lengths"],
             pages=tensors["pages"],
@@ -420,7 +421,7 @@ class Runner:
 
     @functools.cached_property
     def _rope_shift(self) -> RopeShift | None:
-        """The rotations of the model; None if its positions are none."""
+        """The rotations of the model; None if its positions are not rotations."""
         return RopeShift.of(self._model) if rotates(self._model) else None
 
     def _rotation(self, layer: int) -> Rotation:

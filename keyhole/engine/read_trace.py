@@ -68,13 +68,13 @@ def _placed(indices: np.ndarray, entries: np.ndarray, per_page: int) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenReads:
-    """What the step read that a generated token came from.
+    """What was read by the step that computed a generated token.
 
-    length: tokens there were, the newest one included. layers: for each layer the entry of `ranges`
-    that it read; layers that read the same have one entry. ranges: int32 [n, 3] each, ascending and
-    without overlap: first token, end, and how many of the entry's `lists` have these tokens. lists:
-    1 if all heads read the same, else the number of KV heads, or of query heads where each of them
-    has its own.
+    length: tokens of the sequence, the newest one included. layers: for each layer the index in
+    `ranges` of what it read; layers that read the same share an entry. ranges: int32 [n, 3] each,
+    ascending and without overlap: first token, end, and how many of the entry's `lists` have these
+    tokens. lists: 1 if all heads read the same, else the number of KV heads, or of query heads
+    where each of them has its own.
     """
 
     length: int
@@ -105,7 +105,7 @@ class ReadTrace:
     _left: int = field(init=False, default_factory=lambda: MOST_RANGES)
 
     def add(self, reads: TokenReads) -> None:
-        """Takes the reads of the next token; of one that is computed again they are known."""
+        """Adds the reads of the next token; ignores those of a token that is computed again."""
         if reads.length - self.prompt_tokens != len(self.tokens):
             return
         self._left -= sum(map(len, reads.ranges))
@@ -178,8 +178,8 @@ class _Distinct:
         self._lists: list[int] = []
 
     def add(self, key: object, tokens: Callable[[], np.ndarray]) -> None:
-        """The next layer; tokens: gives bool [H, length], the same ones for the same key."""
-        if self._packing is not None:  # layers have other tokens at the same places
+        """Adds the next layer; tokens: returns bool [H, length], equal for equal keys."""
+        if self._packing is not None:  # layers have different tokens at the same places
             layer = len(self._layers)
             key, places = (key, layer), tokens
             tokens = partial(_unpacked, self._packing, layer, places)
@@ -197,7 +197,7 @@ class _Distinct:
         return self._known[content]
 
     def reads(self) -> TokenReads:
-        """Of all layers."""
+        """The reads of all layers that were added."""
         return TokenReads(
             length=self._length,
             layers=tuple(self._layers),
@@ -207,7 +207,7 @@ class _Distinct:
 
 
 def _ranges(tokens: np.ndarray) -> np.ndarray:
-    """Runs of tokens that equally many lists have, without those that none has: int32 [n, 3]."""
+    """Runs of tokens that are in equally many lists, at least one: int32 [n, 3]."""
     count = tokens.sum(0)
     edges = np.flatnonzero(np.diff(count, prepend=-1, append=-1))
     found = np.stack([edges[:-1], edges[1:], count[edges[:-1]]], 1).astype(np.int32)

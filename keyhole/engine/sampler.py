@@ -45,7 +45,8 @@ def _parts(logits: Tensor) -> int:
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """The next token of each sequence, int64 [B], and the largest score of each row.
 
-    logits: [B, vocabulary], of any float dtype; the scores are of these, before they are changed.
+    logits: [B, vocabulary], of any float dtype. The largest score is taken before biases, penalties
+    and filters are applied.
     """
     largest, first = best(logits)
     bound = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
@@ -125,7 +126,7 @@ def _penalise(logits: Tensor, rows: list[tuple[int, Sequence]]) -> Tensor:
 
 
 def _repeated(row: int, sequence: Sequence) -> _Change:
-    """What OpenAI's presence and frequency penalty take off tokens that were generated."""
+    """The presence and frequency penalties (OpenAI's) of generated tokens, as negative amounts."""
     params = sequence.params
     if not (params.presence_penalty or params.frequency_penalty):
         return row, [], []

@@ -394,7 +394,7 @@ class Piece:
     """The output of one step of a stream; the last piece has the whole result.
 
     logprobs, reads: of these tokens, as in `Result`. prompt_token_ids: with the first reads.
-    stats: the counters so far, where reads are asked for.
+    stats: the counters so far, if reads are requested.
     """
 
     text: str

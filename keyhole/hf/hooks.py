@@ -76,7 +76,7 @@ class _Call:
     """A forward pass in progress, and where its results go.
 
     token_ids, positions: int64 [T], the packed row. wanted: int64 [B, n], the places in it whose
-    logits are asked for, -1 where padding is. packed: int64 [T], b * Q + place of each token.
+    logits are requested, -1 for padding. packed: int64 [T], b * Q + place of each token.
     """
 
     cache: PagedCache

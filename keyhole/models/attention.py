@@ -152,7 +152,7 @@ def _write(
     window: int | None,
     options: dict[str, Any],
 ) -> None:
-    """Writes key and value [T, Hkv, D]; the policy and other observers see these and query.
+    """Writes key and value [T, Hkv, D], and shows them to the policy and the observer.
 
     Raises LastLayer where the forward pass may end.
     """
@@ -167,7 +167,7 @@ def _write(
 def _show_written(
     batch: Batch, layer: int, query: Tensor, window: int | None, options: dict[str, Any]
 ) -> None:
-    """Shows queries and the written keys to those who want them; raises as `_write`."""
+    """Passes queries and written pages to the policy and the observer; raises as `_write`."""
     cache = batch.cache
     if batch.touched is not None and batch.filled is not None and window is None:
         keeper = batch.policy if batch.keeper is None else batch.keeper

@@ -179,13 +179,13 @@ class Batch:
     def at(self, layer: int) -> Batch:
         """The step as a layer sees it: this object, or its copy on the layer's device.
 
-        What earlier layers left for later ones goes along. Called on the model's own batch.
+        Copies what earlier layers stored for later ones. Called on the model's own batch.
         """
         devices = self.cache.layer_devices
         return self if devices is None else self._handed_to(devices[layer])
 
     def gather(self) -> None:
-        """After the last layer: what layers left is on the model's device again."""
+        """Moves what the layers stored back to the model's device; called after the last layer."""
         if self.cache.layer_devices is not None:
             home = self.cache.device
             self._handed_to(home)
@@ -212,7 +212,7 @@ class Batch:
         return known[1]
 
     def _copied(self, place: torch.device) -> Batch:
-        """A copy whose tensors are on a device; what layers append is shared."""
+        """A copy with its tensors on a device; the lists that layers append to are shared."""
         step, chunks = self.step, [chunk.on(place) for chunk in self.chunks]
         scattered = [chunk for chunk in chunks if isinstance(chunk, ScatteredChunk)]
         if step is not None:

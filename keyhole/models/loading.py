@@ -236,9 +236,10 @@ def _load_network(
 
 
 def _attend_by_pages(network: PreTrainedModel) -> None:
-    """Makes a network call our attention function, as far as its classes call a registered one.
+    """Makes a network call our attention function, where its classes call a registered one.
 
-    The others (`own_attention`) keep their masks, and transformers would say so of each.
+    The other classes (`own_attention`) keep their masks; transformers' warnings about them are
+    hidden.
     """
     with _without_report():
         network.set_attn_implementation(NAME)
@@ -402,7 +403,7 @@ def _eos(network: Any, config: Any) -> frozenset[int]:
 
 
 def _require_dtype(dtype: torch.dtype | None, name: str) -> None:
-    """ModelError for numbers that a checkpoint is in and that Keyhole does not compute with."""
+    """ModelError for a checkpoint in a dtype that Keyhole does not compute with."""
     if dtype is not None and dtype not in _DTYPES.values():
         right = ", ".join(repr(known) for known in _DTYPES if known != "auto")
         raise ModelError(

@@ -168,8 +168,8 @@ class ModelFiles:
 def locate(model: str | Path, origin: Origin = _MAIN) -> ModelFiles:
     """The place of a model given by "tiny", a folder or a hub id.
 
-    ConfigError for an invalid name, and for a revision of what is no hub id; ModelError, with the
-    cause, for a model that is not found.
+    ConfigError for an invalid name, and for a revision of anything but a hub id; ModelError, with
+    the cause, for a model that is not found.
     """
     name = named(model)
     folder = Path(name)
@@ -287,13 +287,13 @@ def _on_hub(name: str, origin: Origin) -> ModelFiles:
 
 
 def lacks_tokenizer(found: ModelFiles) -> bool:
-    """Whether a folder or hub id has none; of a hub that does not answer, its local cache."""
+    """Whether a folder or hub id has no tokenizer; if the hub is silent, its local cache."""
     names: Iterable[Path]
     if Path(found.name).is_dir():
         names = Path(found.name).iterdir()
     elif found.unreachable is not None:
         names = found.config.parent.iterdir()
-    else:  # what the cache does not have may have failed to come
+    else:  # a file missing in the cache may only have failed to download
         try:
             listed = list_repo_files(found.name, revision=found.origin.revision)
         except Exception:  # noqa: BLE001 - the hub's client and the network have their own

@@ -126,7 +126,7 @@ def read_config(found: ModelFiles) -> Any:
 
 
 def read_whole_config(found: ModelFiles) -> Any:
-    """The same with the models of other inputs than text."""
+    """The config of the whole checkpoint, models for images included."""
     if found.gguf is not None:
         gguf_file.require_packages()
     try:
@@ -168,7 +168,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_tokenizer(found: ModelFiles) -> Any:
-    """That of the adapter, if it has one, else that of the model, with the adapter's template."""
+    """The adapter's tokenizer, or else the model's with the adapter's chat template."""
     if found.adapter is not None:
         own = read_tokenizer(found.of_adapter)
         if own is not None:

@@ -8,7 +8,10 @@ Layers with their own sliding window do not call a policy.
 The hooks, in the order in which the engine calls them; only `select` must be defined:
 
     once           resolve ──> page_data, sequence_state, sequence_numbers: memory is planned
-                           └─> dense_layers, offloadable, page_limit, token_scores
+                           └─> dense_layers, offloadable, page_limit, token_scores,
+                               selection_heads
+
+    a new prompt   reusable: how many cached tokens are not computed again (`shares_pages` False)
 
     prompt chunk   each layer   keys are written ──> on_append ──> on_prompt_queries ──> attention
                                                                                         over all
@@ -183,16 +186,16 @@ class Policy(MethodSettings):
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
-    #: True if what a layer reads depends on that layer alone. Layers may then store other tokens
-    #: of documents in one page (`cache/packing.py`).
+    #: True if what a layer reads depends on that layer alone. Layers may then store different
+    #: tokens of documents in one page (`cache/packing.py`).
     selects_per_layer: ClassVar[bool] = False
     #: True if what several layers read (`Step.shared_selection`) is selected in `on_scores` alone,
     #: from one layer's scores of its own tokens. Tokens of documents may then be packed, too: what
     #: that layer selected is translated for the others.
     shares_by_scores: ClassVar[bool] = False
-    #: True if what it selects are positions, the same for every layer. Tokens of documents may be
-    #: packed, and each layer reads the positions that it has. With none of the three every token of
-    #: documents is at its own position.
+    #: True if it selects positions, the same for every layer. Tokens of documents may then be
+    #: packed, too, and each layer reads those of the positions that it has. If none of these three
+    #: is True, every token of a document stays at its own position.
     selects_positions: ClassVar[bool] = False
 
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
@@ -273,14 +276,14 @@ class Policy(MethodSettings):
     def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
         """Name and shape of this policy's int32 data per sequence, kept from step to step.
 
-        The data is not cleared when a sequence begins: `Step.fresh` marks its first step. Do not
-        store numbers of `Step.page_table`, which change when the cache is packed; data of a page
-        belongs in `page_data`, which moves with it.
+        The data is not cleared when a sequence begins: `Step.sequences.fresh` marks its first step.
+        Do not store numbers of `Step.page_table`, which change when the cache is packed; data of a
+        page belongs in `page_data`, which moves with it.
         """
         return {}
 
     def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The same for data of the keys' dtype; names must differ from those of `state`."""
+        """The same for data of the keys' dtype; names must differ from `sequence_state`'s."""
         return {}
 
     def before_step(self, step: Step) -> None:

@@ -26,8 +26,8 @@ Differences (theirs | ours | effect measured):
 - no sinks | the same by default; `sink_size`, in whole pages within the budget | none by default
 - every layer has full attention | layers with their own sliding window are left alone | not
   measured: their models have none
-- always the budget | the same by default; `recall` (ours, see `adaptive`) reads fewer pages where
-  they hold enough of the scores | none by default
+- always the budget | the same by default; `recall` (ours) reads fewer pages where they hold enough
+  of the scores | none by default
 """
 
 from __future__ import annotations

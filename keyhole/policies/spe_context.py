@@ -18,7 +18,7 @@ and each proposed one select for themselves, by the draft's query for it.
 
 Differences from the paper: first tokens and a recent window are part of the budget; a selection may
 be reused for several steps (`refresh_every`), with the tokens generated since added to it; a
-selection may be smaller where few tokens hold the weight (`recall`, ours: see `adaptive_budget`).
+selection may be smaller where few tokens hold the weight (`recall`, ours).
 Over stored documents (as in SamKV) the weights cover the tokens that at least one layer has, and a
 layer reads the selected tokens that it has. A token's key is computed from the features of the
 token before it: from this prompt if it computed that token (a prefix, a separator, a recomputed

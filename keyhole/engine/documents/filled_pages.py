@@ -163,7 +163,7 @@ def _computed(context: Context, plan: RecomputePlan) -> np.ndarray:
 
 
 class _Sources:
-    """Digests of what tokens were made of."""
+    """Digests of everything that tokens were computed from."""
 
     def __init__(self, context: Context, tokens: np.ndarray, plan: RecomputePlan) -> None:
         method = f"{type(context.reuse).__qualname__} {context.reuse!r}"

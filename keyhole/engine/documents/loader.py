@@ -1,13 +1,13 @@
 """Loads kept tokens of stored documents into pages, with RoPE shifted to their new positions.
 
-The retrieval head's keys of stored documents: made with a document, and placed in a prompt.
+Also collects the retrieval head's keys while a document is encoded, and places them in a prompt.
 
-A head without features needs token ids alone. One with features makes a token's key from the
-features of the token before it, and those of a stored document were there only while it was
-encoded. So its keys are stored beside the layers', not rotated, with the features of the last token
-for the key of what follows. In a prompt they are rotated to their true positions, but for tokens
-after one that this prompt computed (the prefix, a separator, what is computed again): these get
-keys of its features.
+A head without features needs only token ids. A head with features computes a token's key from the
+features of the token before it, and the features of a stored document exist only while it is
+encoded. Its keys are therefore stored next to those of the layers, not rotated, together with the
+features of the last token, from which the key of the next token is computed. In a prompt they are
+rotated to their true positions. Where this prompt computed the token before (in the prefix, a
+separator, or a recomputed token), the key is computed from its features instead.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class PlacedHead:
         self._context = context
         self._token_ids = token_ids
         self._device = device
-        # Tokens of known features, and these.
+        # Positions of tokens whose features are known, and the features.
         self._known: list[np.ndarray] = []
         self._fused: list[Tensor] = []
         self._to: tuple[PageList, UnpagedTokens]
@@ -288,7 +288,7 @@ class PlacedHead:
         features[page] = fused[int(np.searchsorted(known, end - 1))].to(features.dtype)
 
     def _take_ends(self, name: str) -> None:
-        """Features of the last token of each document, as stored, where nothing is fresher."""
+        """Adds the stored features of each document's last token, unless the prompt computed it."""
         for document, offset in zip(self._context.documents, self._context.offsets, strict=True):
             last = np.array([offset + document.length - 1])
             if not any(np.isin(last, known).any() for known in self._known):

@@ -427,14 +427,14 @@ class _Prompt:
 
 
 def _is_same(one: Packing | None, other: Packing | None) -> bool:
-    """Whether two packings of a prompt, of which one keeps what the other does, are the same."""
+    """Whether two packings of one prompt keep the same tokens."""
     if one is None or other is None:
         return one is other
     return torch.equal(one.kept, other.kept)
 
 
 def _to_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies tensors to the CPU, all of one device at once: the device is waited for once."""
+    """Copies tensors to the CPU; those of one device in one copy, so that the host waits once."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [tensor.cpu() for tensor in tensors]
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
@@ -450,7 +450,7 @@ def _each(kind: str, pieces: Iterator[None]) -> _Work[None]:
             return
 
 
-#: The page keys that one unit makes.
+#: Page keys that one unit computes.
 _KEYS = 64
-#: What no iteration gives.
+#: Marks the end of an iterator.
 _DONE = object()

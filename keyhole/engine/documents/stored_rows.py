@@ -140,7 +140,7 @@ class PinnedRing:
         self._buffers = deque(PinnedBuffer() for _ in range(_BUFFERS))
 
     def take(self, sizes: Sequence[int]) -> PinnedBuffer:
-        """A buffer for parts of these bytes, which nobody else has until `send` or `put_back`."""
+        """A buffer for parts of these sizes, the caller's own until `send` or `put_back`."""
         buffer = self._buffers.popleft() if self._buffers else PinnedBuffer()
         buffer.divide(sizes)
         return buffer
@@ -160,7 +160,7 @@ class PinnedRing:
         return [there[part] for part in buffer.parts]
 
     def put_back(self, buffer: PinnedBuffer) -> None:
-        """Gives a buffer back that is not sent; nobody may write to it any more."""
+        """Returns a buffer that will not be sent; no thread may write to it any more."""
         self._buffers.append(buffer)
 
 

@@ -25,10 +25,10 @@ from keyhole.retrieval.head import RetrievalHead
 
 
 class Proposer(Protocol):
-    """What proposes tokens from a sequence's own."""
+    """Proposes the next tokens of a sequence from its earlier ones."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` (at least 1) tokens to follow those of the sequence; else none."""
+        """Up to `most` (at least 1) proposed tokens; none if there is nothing to propose."""
         ...
 
 

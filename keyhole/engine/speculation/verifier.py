@@ -120,7 +120,7 @@ def _keep_logits(rows: Mapping[Sequence, int], logits: Tensor) -> None:
 
 
 def _not_allowed(sequence: Sequence) -> str:
-    """Why the newest token of a sequence is none that its grammar allows."""
+    """Why a sequence has no token that its grammar allows."""
     assert sequence.grammar is not None
     place = len(sequence.tokens) - 1
     if not sequence.grammar.allows_any:
@@ -130,7 +130,7 @@ def _not_allowed(sequence: Sequence) -> str:
 
 
 def _was_right(sequence: Sequence, before: int, draft: Tokens[int]) -> bool:
-    """Whether the newest token of a sequence that goes on is the proposed one.
+    """Whether a sequence has not ended, and its newest token is the proposed one.
 
     before: its tokens before this step. draft: those proposed to follow them.
     """

@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 #: Tokens of a step, rounded up, for which there are kernels (`kernels.triton.projections`).
 _TOKENS = (1, 2, 4)
-#: The same on a CPU, where nothing is faster.
+#: The same on a CPU, where they are always the fastest and nothing is timed.
 _ON_CPU = frozenset({1, 2, 4, 8})
 #: Layers that are timed: their weights exceed the caches of a GPU, so that they are read from
 #: memory as in a step.
@@ -121,8 +121,8 @@ def operands(layer: Any) -> Operands | None:
 def fuse_layers(network: nn.Module, device: torch.device) -> None:
     """Fuses the decoder layers of a model: on a GPU for the numbers of tokens where it is faster.
 
-    There kernels overlap (`kernels.triton.overlap`) where the results stay the same, bit by bit,
-    and that is faster again.
+    There, kernels overlap (`kernels.triton.overlap`) if the results are bitwise the same and it is
+    faster still.
     """
     if device.type == "cpu" and cpu.current() != cpu.REFERENCE:
         fuse(fusible(network), _ON_CPU)
@@ -288,12 +288,12 @@ def is_known(layer: Any, config: Any, index: int) -> bool:
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, type]]:
-    """The names and classes of what is in a layer; a model may put other parts into it."""
+    """The names and classes of a layer's modules, which may differ between models."""
     return ((name, _original(type(part))) for name, part in layer.named_modules())
 
 
 def _settings(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """The numbers and names that modules of a layer keep, except its own number."""
+    """The numbers and strings that a layer's modules have as attributes, except its index."""
     for place, part in layer.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, bool | int | float | str) and name != "layer_idx":

@@ -98,7 +98,7 @@ def _local_window(module: Any) -> int | None:
 
 
 def _is_told_its_layer(cls: Any) -> dict[str, Any]:
-    """Layers with the same weights each have such a module, whose own number is of none of them."""
+    """Several layers share the module's weights, so each call says which layer it is for."""
 
     def forward(self: Any, hidden_states: Tensor, layer_idx: int, *args: Any, **named: Any) -> Any:
         self.layer_idx = layer_idx

@@ -1,4 +1,4 @@
-"""LoRA adapters, of which each sequence of a step may have another one.
+"""LoRA adapters, of which each sequence of a step may use a different one.
 
 Hu et al., LoRA (2021, arXiv 2106.09685), equation 3: a layer computes W x + s B A x, where A
 [r, in] and B [out, r] belong to the adapter of the row and s is its scale. Here the matrices of all

@@ -1,9 +1,9 @@
-"""RoPE whose frequencies depend on the length of the text, for each sequence of a step by itself.
+"""RoPE whose frequencies depend on the length of the text, computed separately per sequence.
 
 Two kinds change beyond a threshold. LongRoPE (Ding et al., ICML 2024) has one set of frequencies
 up to it and one beyond; dynamic NTK scaling has another set for every length. transformers computes
 one set per call, from the longest position in it: a long request would change the results of a
-short one in its batch, and keys stored earlier would have another rotation than later ones.
+short one in its batch, and keys stored earlier would be rotated differently from later ones.
 
 Here the length of a sequence is fixed when its request arrives: its prompt and all tokens that it
 may generate. All its keys are rotated by the frequencies of that length, by transformers' own

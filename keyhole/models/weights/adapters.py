@@ -114,10 +114,10 @@ def _tie(network: Any) -> None:
 def _with_embeddings(
     network: Any, weights: dict[str, Tensor], adapter: Path, *, was_tied: bool
 ) -> dict[str, Tensor]:
-    """An adapter's weights as peft reads them; the network gets its number of tokens.
+    """An adapter's weights as peft reads them; the network is resized to the adapter's vocabulary.
 
-    peft stores the embedding and the output layer whole where a training has added tokens, and
-    those of `modules_to_save` then three times, of which it reads one.
+    If tokens were added in training, peft stores the whole embedding and output layer. Those in
+    `modules_to_save` are then stored three times, of which it reads one copy.
     """
     kept = {name: weight for name, weight in weights.items() if not _is_copy(name, weights)}
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -125,7 +125,7 @@ def _with_embeddings(
         return kept
     found = {module: f"{_ROOT}{name}." for name, module in network.named_modules()}
     places = found[embedding], found[head]
-    if head.weight is embedding.weight:  # what is trained of one of them is of both
+    if head.weight is embedding.weight:  # training one of them trains both
         kept = {n: w for n, w in kept.items() if not n.startswith(f"{places[1]}token_adapter.")}
     elif was_tied:
         for place, other in (places, places[::-1]):

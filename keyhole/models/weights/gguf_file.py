@@ -47,23 +47,23 @@ from keyhole.models.weights.packing import (
 DAMAGED = "the file may be damaged or truncated; download it again, or use the original checkpoint"
 
 _WEIGHT = ".weight"
-#: A file's number for the format of most of its tensors, where these are not quantised blocks.
+#: The `general.file_type` of files whose tensors are mostly unquantised.
 _DTYPES = {0: "float32", 1: "float16"}
-#: Architectures that transformers' list has under another name, and its processors under this one.
+#: Architectures that transformers lists under another name, but whose tensors it reads by this one.
 _OTHER_ARCHITECTURES = ("qwen2moe", "qwen3moe")
 #: Fields of a file, and transformers' names.
 _EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-#: The same of families whose other fields transformers reads.
+#: The same for families of which transformers reads all other fields.
 _SIZES = {
     "gpt2": {"context_length": "n_positions"},
     "qwen3": {"attention.key_length": "head_dim"},
 }
-#: Layers of Gemma's models of 27 billion weights, whose queries have another scale.
+#: The number of layers of Gemma's 27B models, whose queries have a different scale.
 _DEPTHS = {"gemma2": 46, "gemma3_text": 62}
-#: Tokens besides the end of the text that end an answer, as in llama.cpp: of a turn, of a message.
+#: Tokens that end an answer besides the end of the text, as in llama.cpp: end of turn, of message.
 _END_TOKENS = ("eot_token_id", "eom_token_id")
 #: The parameters of a kept weight.
 _PARTS = BlockWeight._fields[:3]
@@ -291,8 +291,9 @@ class _File(NamedTuple):
 def _names(plain: Any, processor: Any) -> dict[str, str]:
     """The model's name of each tensor.
 
-    Of the modules inside, only the one below the head is asked, as Bloom's files have its names:
-    transformers asks all, and makes a table of every layer for each, for 46 layers in 40 seconds.
+    Only the module directly below the head is searched besides the model itself, because Bloom's
+    files use its names. transformers searches every module and builds a table of all layers for
+    each, which takes 40 seconds for 46 layers.
     """
 
     def asked(module: Any, *inside: tuple[str, Any]) -> Any:

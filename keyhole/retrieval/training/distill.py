@@ -1,13 +1,13 @@
 """Trains a retrieval head for a frozen target, by one of three objectives.
 
-attention   the head's weights match the target's attention (`attention_objective`)
-selection   the selection changes the target's predictions little (`selection_objective`)
-eagle       a draft model learns the target's next tokens and is pruned to its head (`draft`);
+attention   the head's weights match the target's attention
+selection   the selection changes the target's predictions little
+eagle       a draft model learns the target's next tokens and is pruned to its head;
             with an attention_weight its attention learns to match the target's, too
 
-A draft that is trained further keeps its queries and keys. What changes is what it reads for a
-proposed token, its own output for the one before: with an attention_weight that learns to lead the
-same queries to what the target's states lead them to.
+A draft that is trained further keeps its query and key projections. For a proposed token a draft
+reads its own output for the token before. With an attention_weight, that output learns to give
+these queries the same attention as the target's hidden states would.
 """
 
 from __future__ import annotations

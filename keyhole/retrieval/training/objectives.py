@@ -252,8 +252,8 @@ AttentionInterface.register(NAME, attention)
 # Where the target is confident, a selection that removes most of its margin hardly changes the
 # divergence, until one word in a thousand is wrong. Tilted, margins below TILT nats count.
 #
-# Ours. It needs a head with meaningful scores: one trained by `attention_objective`, whose loss is
-# kept with a small weight, so that the scores stay close to the target's attention.
+# Ours. It needs a head with meaningful scores: one trained by the objective `attention`, whose loss
+# is kept with a small weight, so that the scores stay close to the target's attention.
 #
 # Source of the idea: the forward KL of distillation (Hinton et al., 2015), with the target at full
 # attention as its own teacher. Cost: the target's forward and backward pass over the query tokens,
