@@ -75,6 +75,7 @@ def page(
     million: Sequence[Line] = (),
     few_bits: Sequence[Line] = (),
     speculation: Sequence[Line] = (),
+    drafts: Sequence[Line] = (),
 ) -> str:
     """docs/results/speed.md.
 
@@ -97,6 +98,7 @@ def page(
         ]
     parts += few_bits_page.section(few_bits)
     parts += speculation_page.section(speculation)
+    parts += speculation_page.own_drafts(drafts)
     for line in latest(kernels, _processor):
         parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
@@ -118,6 +120,7 @@ def current() -> str:
         million=stored("million"),
         few_bits=stored("few-bits"),
         speculation=stored("speculation"),
+        drafts=stored("bundled-draft"),
     )
 
 

@@ -11,6 +11,55 @@ from benchmarks.speed_pages import tables
 Line = dict[str, Any]
 
 
+def own_drafts(lines: Sequence[Line]) -> list[str]:
+    """The newest line of each model that has its own draft beside `full`; empty without one."""
+    whole = [
+        line
+        for line in lines
+        if {"full", "full+eagle3"} <= {*line["settings"]["systems"]}
+        and len(line["settings"].get("shares", [4])) == 1
+    ]
+    newest = {line["settings"]["model"].split("/")[-1]: line for line in whole}
+    if not newest:
+        return []
+    parts = [
+        "## The small models with their own drafts",
+        "EAGLE-3 drafts that were trained on these models propose "
+        f"{whole[-1]['settings']['num_draft_tokens']} tokens, all of which are checked by real "
+        "steps; the texts are\ntasks of their own language. Tokens per step, and in brackets "
+        "tokens/s by those of `full` without a draft,\none system after the other. Steps of these "
+        "models cost little more than those of a draft, so tokens/s say\nnothing about large "
+        "models:",
+    ]
+    for name, line in newest.items():
+        parts += _of_model(name, line)
+    return parts
+
+
+def _of_model(name: str, line: Line) -> list[str]:
+    settings, machine = line["settings"], line["machine"]
+    results, load = line["results"], machine["load_average"]
+    found = {(one["task"], one["length"], one["system"]): one for one in results}
+    systems = [system for system in settings["systems"] if system != "full"]
+    rows = [
+        [f"`{task}`", f"{length:,}", *(_own(found, task, length, system) for system in systems)]
+        for task, length in dict.fromkeys((one["task"], one["length"]) for one in results)
+    ]
+    return [
+        f"`{name}`:",
+        tables.written(["task", "words", *(f"`{system}`" for system in systems)], rows),
+        f"{settings['items']} texts of each kind, the last {settings['written']} words of which "
+        f"are written. {machine['cpu']}, {machine['cores']} cores, load\n{load}; "
+        f"{line['date'][:10]}, commit {line['commit']};\n`{shlex.join(tables.command(line))}`.",
+    ]
+
+
+def _own(found: dict[Any, Line], task: str, length: int, system: str) -> str:
+    one, full = found[task, length, system], found[task, length, "full"]
+    ratio = one["tokens_per_second"] / full["tokens_per_second"]
+    return f"{one['accepted_length']:.2f} ({ratio:.2f})"
+
+
 def section(lines: Sequence[Line]) -> list[str]:
     """The tables and targets of the newest line of each processor; empty without lines."""
     if not lines:

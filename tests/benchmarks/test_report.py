@@ -10,7 +10,7 @@ import pytest
 from benchmarks import speed_pages
 from benchmarks.paper.settings import HEADLINES
 from benchmarks.speed_pages import offload as offload_page
-from benchmarks.speed_pages import plot, tables
+from benchmarks.speed_pages import plot, speculation, tables
 from keyhole.bench.settings import ALL_BASELINES
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,40 @@ def decode_line(**more: Any) -> dict[str, Any]:
         "settings": {"batch": 1, "repeat": 3, "shape": "smoke", "dtype": "bfloat16"},
         "results": results,
     } | more
+
+
+def test_a_draft_stands_beside_full_attention_and_only_the_newest_line_counts() -> None:
+    def drafted(date: str, tokens_per_step: float, **settings: Any) -> dict[str, Any]:
+        of = {"task": "walk", "length": 2048, "right": 4}
+        plain = {"system": "full", "accepted_length": 1.0, "tokens_per_second": 100.0}
+        fast = {"system": "full+eagle3", "accepted_length": tokens_per_step}
+        return {
+            "date": f"{date}T03:04:05",
+            "commit": "abc",
+            "command": "python -m benchmarks.serving.bundled_draft",
+            "machine": {"cpu": "A", "cores": 2, "load_average": 0.5},
+            "settings": {
+                "model": "folder/small",
+                "systems": ["full", "full+eagle3"],
+                "num_draft_tokens": 4,
+                "items": 4,
+                "written": 128,
+            }
+            | settings,
+            "results": [of | plain, of | fast | {"tokens_per_second": 150.0}],
+        }
+
+    lines = [
+        drafted("2026-01-01", 2.0),
+        drafted("2026-01-02", 3.0),
+        drafted("2026-01-03", 4.0, systems=["full+eagle3"]),
+        drafted("2026-01-04", 4.0, shares=[4, 8]),
+    ]
+    text = "\n".join(speculation.own_drafts(lines))
+    assert "| `walk` | 2,048 | 3.00 (1.50) |" in text
+    assert "2026-01-02" in text
+    assert "2026-01-01" not in text
+    assert speculation.own_drafts(lines[2:]) == []
 
 
 def with_batch(batch: int, **more: Any) -> dict[str, Any]:
