@@ -467,16 +467,14 @@ class EngineConfig:
         for name in ("max_length", *sizes):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
-        if self.prefix_store_bytes is not None and self.prefix_store is None:
-            raise ConfigError(
-                f"prefix_store_bytes {self.prefix_store_bytes} limits prefix_store, which is not "
-                "given; give both or neither"
-            )
-        if self.host_document_bytes is not None and self.hot_document_bytes is None:
-            raise ConfigError(
-                f"host_document_bytes {self.host_document_bytes} holds what is evicted from "
-                "hot_document_bytes, which is not given; give both or neither"
-            )
+        for name, verb, needed in (
+            ("prefix_store_bytes", "limits", "prefix_store"),
+            ("host_document_bytes", "holds what is evicted from", "hot_document_bytes"),
+        ):
+            if (value := getattr(self, name)) is not None and getattr(self, needed) is None:
+                raise ConfigError(
+                    f"{name} {value} {verb} {needed}, which is not given; give both or neither"
+                )
         share = self.max_prefill_share
         require(0 < share <= 1, "max_prefill_share", share, "above 0 and at most 1")
         if self.memory is not None and self.total_memory is not None:

@@ -21,7 +21,13 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from keyhole.config import is_count, require
-from keyhole.documents.search import DamagedTableError, Found, Listing, remove_table
+from keyhole.documents.search import (
+    DamagedTableError,
+    Found,
+    Listing,
+    made_anew_if_damaged,
+    remove_table,
+)
 from keyhole.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -158,10 +164,7 @@ class EmbeddingSearch:
 
     def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
-        try:
-            self._update(documents, text)
-        except DamagedTableError:  # it is gone
-            self._update(documents, text)
+        made_anew_if_damaged(lambda: self._update(documents, text))
 
     def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:

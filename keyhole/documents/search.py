@@ -73,6 +73,14 @@ class DamagedTableError(ConfigError):
         super().__init__(f"the search table {path} was damaged; search again: it is made anew")
 
 
+def made_anew_if_damaged(update: Callable[[], None]) -> None:
+    """Runs an update of a table; once more where the table was damaged, and so deleted."""
+    try:
+        update()
+    except DamagedTableError:
+        update()
+
+
 def remove_table(path: Path) -> None:
     """Deletes the file of a table."""
     for suffix in ("", "-journal"):
@@ -91,10 +99,7 @@ class BM25:
 
     def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         """See `Retriever`."""
-        try:
-            self._update(documents, text)
-        except DamagedTableError:  # it is gone
-            self._update(documents, text)
+        made_anew_if_damaged(lambda: self._update(documents, text))
 
     def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:
