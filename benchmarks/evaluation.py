@@ -34,7 +34,7 @@ from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import first_error
 from benchmarks.results_page.cells import ASKED, BUDGETS
 from keyhole.config import EngineConfig
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.methods import FULL, Budget, Method
 from keyhole.eval.policy_trace import selection_map

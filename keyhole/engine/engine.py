@@ -17,13 +17,15 @@ from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.allocation import LayerOffloader, allocate
 from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
-from keyhole.engine.documents.filler import DocumentFiller
 from keyhole.engine.documents.filling import Context, Pace
-from keyhole.engine.documents.fingerprint import head_fingerprint
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
 from keyhole.engine.model_runner import Runner
+from keyhole.engine.page_filler import PageFiller
+from keyhole.engine.prompts.known_prompts import KnownPrompts
+from keyhole.engine.prompts.prefix_store import stored_prefixes
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.request import (
     PolicySpec,
     RequestLimits,
@@ -36,7 +38,6 @@ from keyhole.engine.request import (
 )
 from keyhole.engine.scheduler import Scheduler, SchedulerOutput
 from keyhole.engine.sequence import DraftCounters, Sequence
-from keyhole.engine.shared_prompt_cache import SharedPromptCache, stored_prefixes
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
 from keyhole.engine.speculation.verifier import Verifier
@@ -117,23 +118,20 @@ class Engine:
             )
         self.cache = cache
         self.prefix = PrefixIndex(self.cache) if config.prefix_cache else None
+        stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
+        self.known_prompts = KnownPrompts(self.cache, copies, stored, head)
         self.pace = Pace()
         self.scheduler = Scheduler(
             self.cache,
             self.prefix,
             config,
             max_length=self.max_length,
-            known=self._known,
+            loads=self.known_prompts.begin,
             pace=self.pace,
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = DocumentFiller(
-            model, self.scheduler, self.pace, self._document_prefill, config
-        )
-        self.stored = stored_prefixes(model, self.cache, config, head, self.prefill_policy)
-        self._copies = copies
-        self._head = None if copies is None or head is None else head_fingerprint(head)
+        self.filler = PageFiller(model, self.scheduler, self.pace, self._document_prefill, config)
         self.head_runner = make_head_runner(model, self.cache, head, draft, config)
         self.drafting: Drafting | None = None
         if config.draft is not None:
@@ -307,29 +305,14 @@ class Engine:
                 self._document_prefills[under] = made
         return made
 
-    def _known(self, sequence: Sequence) -> int:
-        """Copies what other engines computed of a prompt into its pages; returns its known tokens.
-
-        Those of the prefix cache come first.
-        """
-        under, known = sequence.under, sequence.num_computed
-        if under.policy.reads_queries or not sequence.is_base:
-            return known
-        if self._copies is not None and not known:
-            where = (sequence.prompt, sequence.pages, self.cache)
-            known = self._copies.give(*where, under.keeper, self._head)
-        if self.stored is not None and sequence.exact and known % self.config.page_size == 0:
-            prompt = sequence.tokens[: sequence.num_prompt]
-            known = self.stored.give(prompt, sequence.pages, known, under.keeper)
-        return known
-
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that got a token or finished.
 
-        The rest of the step fills the documents of the next prompt.
+        The rest of the step fills pages of prompts: with what is known of them, or with documents.
         """
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
+        self._prepare(plan)
         if self.drafting is not None:
             self.drafting.propose(plan)
         advanced = self._run(plan)
@@ -337,6 +320,16 @@ class Engine:
         for sequence in plan.decodes:
             sequence.step_ms.append(1e3 * (time.perf_counter() - begin))
         return advanced + plan.refused
+
+    def _prepare(self, plan: SchedulerOutput) -> None:
+        """Brings what the step continues from to where the scheduler wants it."""
+        for source, target in plan.copies:
+            self.cache.copy(source, target)
+            self.cache.release(source)
+        for sequence in plan.admitted:
+            known, group = sequence.num_computed, sequence.page_group
+            if self.scheduler.states is not None and known:
+                self.scheduler.states.load(sequence.tokens, known, group, sequence.slot)
 
     def _run(self, plan: SchedulerOutput) -> list[Sequence]:
         """Runs the model once for each policy in the step."""
@@ -383,17 +376,15 @@ class Engine:
             ) from error
 
     def _share_prompts(self, plan: SchedulerOutput) -> None:
-        """Shares prompts that were completed in this step, and stores chunks of all."""
+        """Saves what this step completed of prompts, for later ones that begin in the same way."""
         for sequence, count in plan.chunks:
-            alone = sequence.context is not None or not (sequence.is_base and sequence.exact)
-            if self.stored is not None and not alone:
-                begin = sequence.num_computed - count
-                end = min(sequence.num_computed, sequence.num_prompt)
-                self.stored.take(sequence.tokens, sequence.pages, begin, end)
+            self.known_prompts.save(sequence, count)
             if sequence.is_decoding:
                 self.scheduler.remember(sequence)
-                if self._copies is not None and not alone:
-                    self._copies.take(sequence.prompt, sequence.pages, self.cache, self._head)
+            end, group = sequence.num_computed, sequence.page_group
+            states = self.scheduler.states
+            if states is not None and sequence.exact and end in sequence.state_ends:
+                states.save(sequence.tokens, end, group, sequence.slot)
 
     def abort(self, sequence: Sequence) -> None:
         """Takes a sequence out before its end and frees its pages."""

@@ -25,7 +25,7 @@ from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import Demand, page_limit
-from keyhole.engine.documents.filling import Pace
+from keyhole.engine.documents.filling import Pace, PacedUnits
 from keyhole.engine.fairness import FairQueue
 from keyhole.engine.request import RequestPolicy
 from keyhole.engine.sequence import Sequence
@@ -33,18 +33,26 @@ from keyhole.errors import CapacityError, KeyholeError
 
 _NO_PAGES = np.zeros(0, np.int32)
 
+#: Pages to copy, in this order: from the pages of a first list to those of a second.
+PageCopies = list[tuple[list[int], list[int]]]
+
 
 @dataclass
 class SchedulerOutput:
     """One step: sequences that decode one token, and (sequence, tokens) of prompts.
 
-    filling: the sequence whose stored documents are filled in the rest of the step. refused:
-    waiting sequences that ended with an error. drafts: the tokens proposed to follow the newest
-    token of a decoding sequence, at least one each, which the step computes too.
+    admitted: sequences that run from this step on. copies: pages to copy before the model runs, in
+    this order, from the first list to the second; each has a reference to the first, to be released
+    then. filling: the sequence whose pages are filled in the rest of the step, with what is known
+    of its prompt or with stored documents. refused: waiting sequences that ended with an error.
+    drafts: the tokens proposed to follow the newest token of a decoding sequence, at least one
+    each, which the step computes too.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    copies: PageCopies = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     filling: Sequence | None = None
     refused: list[Sequence] = field(default_factory=list)
@@ -76,7 +84,11 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Holds waiting and running sequences and allocates pages, slots and prompt tokens."""
+    """Holds waiting and running sequences and allocates pages, slots and prompt tokens.
+
+    loads: what is to be loaded of a sequence's prompt, when it is admitted; None: nothing.
+    states: recurrent states after cached prefixes; None without a recurrent state or prefix cache.
+    """
 
     def __init__(
         self,
@@ -85,7 +97,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         max_length: int,
-        known: Callable[[Sequence], int],
+        loads: Callable[[Sequence], PacedUnits[None] | None],
         pace: Pace,
         recurrent: RecurrentState | None = None,
     ) -> None:
@@ -93,12 +105,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._cache = cache
         self._prefix = prefix
-        self._states: StateSnapshots | None = None  # after cached prefixes
+        self.states: StateSnapshots | None = None
         if prefix is not None and recurrent is not None:
-            self._states = StateSnapshots(recurrent, cache.page_size)
+            self.states = StateSnapshots(recurrent, cache.page_size)
         self._config = config
         self._max_length = max_length
-        self._known = known
+        self._loads = loads
         self._pace = pace
         self.lent: list[int] = []  # pages in which documents are being encoded
         self._slots = list(range(config.max_batch - 1, -1, -1))
@@ -109,8 +121,9 @@ class Scheduler:
         plan = SchedulerOutput()
         budget = self._config.prefill_chunk
         for sequence in list(self.running):
-            self._keep_state(sequence)
             if sequence.slot < 0:  # pre-empted in this loop for an older one
+                continue
+            if sequence.loading is not None:
                 continue
             count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
             if count and self._reserve_or_preempt(sequence, count, plan):
@@ -146,7 +159,7 @@ class Scheduler:
             if sequence is None:
                 break
             try:
-                admitted = self._admit(sequence)
+                admitted = self._admit(sequence, plan)
             except KeyholeError as error:
                 if sequence.context is None:
                     raise
@@ -156,8 +169,9 @@ class Scheduler:
             if not admitted:
                 break
             self.waiting.admit(sequence)
-            count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
-            budget -= self._enter(sequence, count, plan)
+            if sequence.loading is None:
+                count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
+                budget -= self._enter(sequence, count, plan)
         return budget
 
     def refuse(self, sequence: Sequence, error: KeyholeError) -> None:
@@ -242,7 +256,13 @@ class Scheduler:
         )
 
     def _filling(self) -> Sequence | None:
-        """The sequence whose documents are filled now: the one that began, or the first."""
+        """The sequence whose pages are filled now: one that runs, or one with documents.
+
+        Of those with documents the one that began, or the first.
+        """
+        loading = next((one for one in self.running if one.loading is not None), None)
+        if loading is not None:
+            return loading
         if self.waiting.stalled is not None:
             if self.running or self.lent:
                 return None
@@ -262,12 +282,6 @@ class Scheduler:
         # These tokens share matrix products with the decoding ones, so any number of them will do.
         return min(left, budget, self._pace.tokens)
 
-    def _keep_state(self, sequence: Sequence) -> None:
-        """Keeps the recurrent state of a prompt that has come to one of `state_ends`."""
-        end, group = sequence.num_computed, sequence.page_group
-        if self._states is not None and sequence.exact and end in sequence.state_ends:
-            self._states.save(sequence.tokens, end, group, sequence.slot)
-
     def _are_others(self, sequence: Sequence) -> bool:
         """Whether the prompt of another sequence is to be computed, too."""
         if self._slots and any(one is not sequence for one in self.waiting):
@@ -282,35 +296,36 @@ class Scheduler:
         plan.chunks.append((sequence, count))
         return count
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, plan: SchedulerOutput) -> bool:
         """Admits a waiting sequence: a slot, cached pages, and new ones for its other tokens."""
+        copies: PageCopies = []
         at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens) if at_once else sequence.num_prompt
         if sequence.filling is None:
-            self._reuse(sequence)
+            self._reuse(sequence, copies)
         else:
             sequence.take_filled(sequence.filling)
             self._check_room(sequence)
-        if not self._reserve_all(sequence):
+        if not self._reserve_all(sequence, copies):
             self._release(sequence)
+            self._discard(copies)
             sequence.num_computed = 0
             if sequence.context is not None and self.running:
                 self.waiting.stalled = sequence
             return False
         if sequence.context is None:
-            sequence.num_computed = self._known(sequence)
             if sequence.begun is None:  # after a pre-emption its own pages may be known
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.first = sequence.num_computed
+            sequence.loading = self._loads(sequence)
         sequence.slot = self._slots.pop()
-        if self._states is not None and sequence.num_computed:
-            known, group = sequence.num_computed, sequence.page_group
-            self._states.load(sequence.tokens, known, group, sequence.slot)
+        plan.admitted.append(sequence)
+        plan.copies += copies
         sequence.begun = sequence.begun or time.perf_counter()
         self.running.append(sequence)
         return True
 
-    def _reuse(self, sequence: Sequence) -> None:
+    def _reuse(self, sequence: Sequence, copies: PageCopies) -> None:
         """Reuses cached pages of the prompt; the last token is always computed, for its logits."""
         if self._prefix is None:
             return
@@ -318,15 +333,15 @@ class Scheduler:
         pages, sequence.exact = self._prefix.match(
             sequence.tokens,
             # A recurrent state cannot be taken back by a token, for the logits of the last one.
-            end=sequence.prefill_end - (self._states is not None),
+            end=sequence.prefill_end - (self.states is not None),
             approximate=sequence.reuse_approximate,
             by=policy,
             group=sequence.page_group,
             reusable=policy.reusable,
         )
-        if self._states is not None:
+        if self.states is not None:
             place = (len(pages) * size, sequence.prefill_end, sequence.page_group)
-            known, sequence.state_ends = self._states.usable(sequence.tokens, *place)
+            known, sequence.state_ends = self.states.usable(sequence.tokens, *place)
             self._cache.release(pages[known // size :])
             del pages[known // size :]
         sequence.pages, computed = array("i", pages), len(pages) * size
@@ -334,17 +349,20 @@ class Scheduler:
         if computed == sequence.prefill_end:
             # The last token is written again, into a page that may be shared.
             self._forget_known(1 - self._cache.at_hand)
-            page = self._cache.writable(sequence.pages[-1])
-            if page is None:
+            last = sequence.pages[-1]
+            fresh = self._cache.allocate(1) if self._cache.references(last) > 1 else [last]
+            if fresh is None:
                 self._cache.release([sequence.pages.pop()])
                 computed -= size
             else:
-                sequence.pages[-1] = page
+                if fresh != [last]:
+                    copies.append(([last], fresh))
+                    sequence.pages[-1] = fresh[0]
                 computed -= 1
                 sequence.repeated = computed
         sequence.num_computed = computed
 
-    def _reserve_all(self, sequence: Sequence) -> bool:
+    def _reserve_all(self, sequence: Sequence, copies: PageCopies) -> bool:
         """Allocates pages for all tokens; copies cached ones if the policy does not share pages."""
         # One spare page per running sequence, so that admission does not cause pre-emption.
         spare = len(self.running)
@@ -355,15 +373,20 @@ class Scheduler:
         if shares or sequence.context is not None or not sequence.pages:
             return self._reserve(sequence, length, spare)
         known, sequence.pages = sequence.pages, array("i")
-        there = self._reserve(sequence, length, spare)
-        if there:
-            self._cache.copy(known, sequence.pages[: len(known)])
-        self._cache.release(known)
-        if there:
+        if self._reserve(sequence, length, spare):
+            copies.append((known.tolist(), sequence.pages[: len(known)].tolist()))
             return True
         # The cached pages themselves may be what is missing: compute them again.
+        self._cache.release(known)
+        self._discard(copies)
         sequence.num_computed, sequence.repeated, sequence.exact = 0, None, True
         return self._reserve(sequence, length, spare)
+
+    def _discard(self, copies: PageCopies) -> None:
+        """Releases what is not to be copied after all."""
+        for source, _ in copies:
+            self._cache.release(source)
+        copies.clear()
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:
         while not self._reserve(sequence, sequence.num_computed + count):

@@ -14,7 +14,7 @@ from torch import Tensor
 from keyhole.cache.packing import Packing
 from keyhole.cache.unpaged_keys import UnpagedTokens
 from keyhole.config import SamplingParams
-from keyhole.engine.documents.filling import Context, Filling, Reused
+from keyhole.engine.documents.filling import Context, Filling, PacedUnits, Reused
 from keyhole.engine.read_trace import ReadTrace, TokenReads
 from keyhole.engine.request import DENSE, RequestPolicy
 from keyhole.errors import KeyholeError
@@ -127,7 +127,8 @@ class Sequence:
     these places (`cache/packing.py`), if they differ. unpaged: the retrieval head's keys of its
     tokens without a page.
     reused: what they cost. filling: what brings them into pages, from its beginning until the
-    sequence runs.
+    sequence runs. loading: what brings known tokens of its prompt into pages before others are
+    computed.
     bad_ids: the token ids of `params.bad_words`. end_ids: those that end it, which the first
     `params.min_tokens` are not. after: waits until the prompt of this one is
     computed, which is the same. changes_scores: as its params say.
@@ -171,6 +172,7 @@ class Sequence:
     unpaged: UnpagedTokens | None = None
     reused: Reused | None = None
     filling: Filling | None = None
+    loading: PacedUnits[None] | None = None
     slot: int = -1
     turn: int = 0
     num_cached: int = 0
@@ -204,6 +206,9 @@ class Sequence:
     def forget_pages(self) -> None:
         """Empties the page list, whose pages were released, and what belongs to it."""
         self.pages, self.kept, self.leaving, self.packing = array("i"), None, [], None
+        if self.loading is not None:
+            self.loading.close()
+            self.loading = None
         if self.unpaged is not None:
             self.unpaged.release()
             self.unpaged = None

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.eval import policy_trace
 from keyhole.eval.line_file import EvalOutcome, Line, LineFile

@@ -31,7 +31,7 @@ from keyhole import registry
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import free_memory
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval.forced_text import AttentionRecall, Perplexity, TinyText, WindowedText
 from keyhole.eval.line_file import EvalOutcome, Line, LineFile

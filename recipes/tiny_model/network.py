@@ -21,9 +21,12 @@ from transformers import LlamaConfig
 from keyhole.eval.tiny_language.world import BOS, EOS, PAD, VOCABULARY_SIZE, WORD_IDS
 from recipes.tiny_model.curriculum import TrainingBatch
 
+HIDDEN_SIZE = 192
+ROPE_THETA = 1e8
+
 
 def llama_config(
-    num_layers: int = 6, hidden_size: int = 192, rope_theta: float = 1e8
+    num_layers: int = 6, hidden_size: int = HIDDEN_SIZE, rope_theta: float = ROPE_THETA
 ) -> LlamaConfig:
     """Return the configuration of a model with `num_layers` layers.
 

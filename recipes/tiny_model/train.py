@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 
 from recipes.tiny_model.curriculum import CURRICULA
 from recipes.tiny_model.initial import MATCH_LAYERS
+from recipes.tiny_model.network import HIDDEN_SIZE
 from recipes.tiny_model.trainer import SNAPSHOT_FILE, Ranks, Trainer, TrainerSettings, joined
 
 _SAVE_EVERY = 180.0
@@ -160,6 +161,9 @@ def main() -> None:
         help="multiply the tokens of every stage of the curriculum, as for larger batches",
     )
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument(
+        "--hidden-size", type=int, default=HIDDEN_SIZE, help="half of the width of the MLP"
+    )
     parser.add_argument(
         "--match-layers",
         type=int,

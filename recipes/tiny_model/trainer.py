@@ -31,7 +31,12 @@ from recipes.tiny_model.initial import (
     shared_direction,
     with_repeated,
 )
-from recipes.tiny_model.network import llama_config, supervised_logits
+from recipes.tiny_model.network import (
+    HIDDEN_SIZE,
+    ROPE_THETA,
+    llama_config,
+    supervised_logits,
+)
 from recipes.tiny_model.optimizers import Optimizers, Schedule, planned
 
 
@@ -116,7 +121,12 @@ def load_snapshot(folder: Path) -> dict[str, Any]:
 
 def config_of(state: dict[str, Any]) -> LlamaConfig:
     """Return the configuration of the model in a snapshot."""
-    return llama_config(num_layers(state["weights"]), rope_theta=state["rope_theta"])
+    return _config_of_weights(state["weights"], state["rope_theta"])
+
+
+def _config_of_weights(weights: dict[str, Tensor], rope_theta: float) -> LlamaConfig:
+    hidden_size = weights["model.embed_tokens.weight"].shape[1]
+    return llama_config(num_layers(weights), hidden_size, rope_theta)
 
 
 def num_layers(weights: dict[str, Tensor]) -> int:
@@ -142,6 +152,7 @@ class TrainerSettings:
     curriculum: str = "single"
     stretch: float = 1
     layers: int = 6
+    hidden_size: int = HIDDEN_SIZE
     match_layers: Sequence[int] = MATCH_LAYERS
     seed: int = 0
     examine_every: int = 2_000_000
@@ -166,12 +177,12 @@ class Trainer:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
             self.curriculum, self.stretch = settings.curriculum, settings.stretch
             if settings.start is None:
-                self.config = llama_config(settings.layers)
+                self.config = llama_config(settings.layers, settings.hidden_size)
                 start = initial_weights(self.config, self.seed, settings.match_layers)
             else:
                 start = load_file(settings.start / "model.safetensors")
                 start = with_repeated(start, settings.repeat_layers)
-                self.config = llama_config(num_layers(start))
+                self.config = _config_of_weights(start, ROPE_THETA)
         self.weights = {k: v.to(self.device).requires_grad_() for k, v in start.items()}
         self._shared = shared_direction(self.config, self.seed).to(self.device)
         self.optimizers = Optimizers(self.weights)

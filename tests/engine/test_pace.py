@@ -22,7 +22,7 @@ def test_units_end_before_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(201):
         assert pace.begin(spent=0.010, alone=False, only_decodes=True)
         begin, goes_on = clock.now, True
-        pace.resume()
+        pace.resume("load")
         while goes_on:
             clock.now += random.uniform(0.0004, 0.0006)
             goes_on = pace.goes_on("load")
@@ -36,11 +36,11 @@ def test_a_unit_whose_duration_is_unknown_has_a_step_of_its_own(
     clock, pace = _Clock(monkeypatch), Pace()
     pace.decoded(0.010)
     pace.begin(spent=0.010, alone=False, only_decodes=True)
-    pace.resume()
+    pace.resume("")
     clock.now += 0.001
     assert not pace.goes_on("load")
     assert pace.begin(spent=0.010, alone=False, only_decodes=True)
-    pace.resume()
+    pace.resume("load")
     clock.now += 0.001
     assert pace.goes_on("load")
     assert not pace.goes_on("summarise")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keyhole.engine.shared_prompt_cache import PrefixStore
+from keyhole.engine.prompts.prefix_store import PrefixStore
 from keyhole.errors import ConfigError
 
 ONE, OTHER = b"\x01" * 16, b"\x02" * 16
@@ -138,7 +138,7 @@ def test_what_cannot_be_written_is_told(
 
 _PROCESS = """
 import sys, torch
-from keyhole.engine.shared_prompt_cache import PrefixStore
+from keyhole.engine.prompts.prefix_store import PrefixStore
 
 folder, limit, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = PrefixStore(folder, {"weights": "abc"}, limit)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.models.model import Model
 from keyhole.policies import available_policies, make_policy

@@ -12,8 +12,9 @@ import torch
 import keyhole
 from keyhole import LLM
 from keyhole.cache.prefix_cache import prefix_digests
-from keyhole.engine import shared_prompt_cache
 from keyhole.engine.engine import Engine
+from keyhole.engine.prompts import prefix_store
+from keyhole.engine.prompts.prefix_store import PrefixStore
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
 from keyhole.models.loading import load
@@ -21,6 +22,7 @@ from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import KINDS, make_model
+from tests.engine.documents.pacing import Units, paced
 from tests.policies.models import prompt, with_head
 from tests.policies.recording import PAGE, forced, forced_logits, make_engine, run
 
@@ -33,7 +35,7 @@ FULL = make_policy(None)
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prompt_cache, "_CHUNK", CHUNK)
+    monkeypatch.setattr(prefix_store, "_CHUNK", CHUNK)
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -53,8 +55,18 @@ def engine(model: Model, folder: Path, policy: Policy = FULL, **more: Any) -> En
 def asked(engine: Engine, text: list[int] = PROMPT) -> Request:
     request = forced(engine, text, GIVEN)
     run(engine)
-    engine.stored.flush()
+    engine.known_prompts.flush()
     return request
+
+
+def run_steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+        engine.check_integrity()
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("the disk is read")
 
 
 def close(request: Request, wanted: torch.Tensor) -> None:
@@ -159,6 +171,62 @@ def test_offloaded_layers_read_starts(llama: Model, tmp_path: Path) -> None:
     assert request.stats().offloaded_layers
     assert request.num_cached == 64
     close(request, wanted)
+
+
+def test_scheduling_reads_nothing_and_others_decode_while_a_prefix_is_read(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(engine(llama, tmp_path))
+    later = engine(llama, tmp_path)
+    paced(later, Units(1, 4))
+    other = forced(later, prompt(3, 5), prompt(9, 6))
+    run_steps(later, 2)
+    before = other.num_computed
+    request = forced(later, PROMPT, GIVEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixStore, "read", _never)
+        plan = later.scheduler.schedule()
+    assert plan.filling is request
+    assert [sequence for sequence, _ in plan.chunks] == []
+    later.abort(request)
+    request = forced(later, PROMPT, GIVEN)
+    known = []
+    while request.num_computed < STORED:
+        later.step()
+        known.append(request.num_computed)
+        assert len(known) < 9
+    # Nothing runs before the first chunk is announced; then one chunk a step.
+    assert known == [0, CHUNK, 2 * CHUNK, STORED]
+    assert other.num_computed == before + len(known)
+    run(later)
+    assert request.num_cached == STORED
+    close(request, forced_logits(llama, FULL, PROMPT, GIVEN))
+
+
+@pytest.mark.parametrize("reason", ["abort", "pre-emption"])
+def test_a_request_may_leave_while_its_prefix_is_read(
+    llama: Model, tmp_path: Path, reason: str
+) -> None:
+    asked(engine(llama, tmp_path))
+    later = engine(llama, tmp_path)
+    paced(later, Units(1, 4))
+    request = forced(later, PROMPT, GIVEN)
+    run_steps(later, 3)
+    assert 0 < request.num_computed < STORED
+    if reason == "abort":
+        later.abort(request)
+        request = forced(later, PROMPT, GIVEN)
+    else:
+        later.scheduler.running.remove(request)
+        later.scheduler._leave(request)
+        request.num_computed = 0
+        later.scheduler.waiting.appendleft(request)
+    later.check_integrity()
+    assert request.loading is None
+    run(later)
+    later.check_integrity()
+    assert request.first == STORED
+    close(request, forced_logits(llama, FULL, PROMPT, GIVEN))
 
 
 def test_settings_that_do_not_go_together_are_refused(llama: Model, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def never():
 @pytest.mark.slow
 def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     torch.set_num_threads(1)
+    settings = replace(settings, hidden_size=224)
     whole, parts = (replace(settings, out=tmp_path / name) for name in ("whole", "parts"))
     for folder in (whole.out, parts.out):
         folder.mkdir()
@@ -46,6 +47,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
     run(replace(parts, resume=True), Ranks(), never)
     expected, found = trainer.load_snapshot(whole.out), trainer.load_snapshot(parts.out)
     assert expected["tokens"] == found["tokens"] == STEPS
+    assert trainer.config_of(found).hidden_size == 224
     for name, weight in expected["weights"].items():
         assert torch.equal(weight, found["weights"][name]), name
     embedding = found["weights"]["model.embed_tokens.weight"]

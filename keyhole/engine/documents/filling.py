@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -164,36 +164,56 @@ class OutOfPages(Exception):  # noqa: N818 - a signal, like StopIteration
     """Too few pages are free for the next unit."""
 
 
-class Filling:
-    """The pages of one request and the remaining units that fill them.
+Result = TypeVar("Result")
 
-    filled: the result; None until it is complete.
+
+class PacedUnits(Generic[Result]):
+    """The remaining units of work on the pages of one request, and their result.
+
+    units: yields the kind of each unit before running it, and returns the result.
     """
 
-    def __init__(self, pages: PageList, units: Units) -> None:
-        self.filled: Filled | None = None
-        self._pages = pages
-        self._units = units
+    def __init__(self, units: Generator[str, None, Result]) -> None:
+        self._units, self._next = units, ""
+        self.is_done = False
+        self._result: Result | None = None
 
     def run(self, pace: Pace) -> None:
         """Runs units as long as `pace` allows, at least one.
 
-        Raises OutOfPages and the errors of units; after an error only `release` may be called.
+        Raises OutOfPages and the errors of units; after an error only `close` may be called.
         """
-        assert self.filled is None, "filling is complete already"
+        assert not self.is_done, "all units have run already"
         try:
-            pace.resume()
+            pace.resume(self._next)
             goes_on = True
             while goes_on:
                 with torch.no_grad():
-                    kind = next(self._units)
-                goes_on = pace.goes_on(kind)
+                    self._next = next(self._units)
+                goes_on = pace.goes_on(self._next)
         except StopIteration as done:
-            self.filled = done.value
+            self.is_done, self._result = True, done.value
+
+    def close(self) -> None:
+        """Discards the remaining units."""
+        self._units.close()
+
+
+class Filling(PacedUnits[Filled]):
+    """The pages of one request and the remaining units that fill them with its documents."""
+
+    def __init__(self, pages: PageList, units: Units) -> None:
+        super().__init__(units)
+        self._pages = pages
+
+    @property
+    def filled(self) -> Filled | None:
+        """The result; None until it is complete."""
+        return self._result
 
     def release(self) -> None:
         """Releases the pages and discards the remaining units."""
-        self._units.close()
+        self.close()
         self._pages.release()
         if self.filled is not None and self.filled.unpaged is not None:
             self.filled.unpaged.release()
@@ -209,7 +229,7 @@ class Filling:
         return [int(page) for page in self._pages.present() if page != NO_PAGE]
 
 
-# The time of a step that is spent on stored documents: little while sequences decode, all of it
+# The time of a step that is spent on units: little while sequences decode, all of it
 # otherwise.
 #
 # The duration of each kind of unit is recorded. While sequences decode, a step runs units until its
@@ -264,7 +284,7 @@ class Pace:
             self._adapt(tokens, seconds, statistics.median(self._steps))
 
     def begin(self, *, spent: float, alone: bool, only_decodes: bool) -> bool:
-        """Begins the part of a step that fills documents; False: no time is left for it.
+        """Begins the part of a step that fills pages; False: no time is left for it.
 
         spent: seconds of the step so far. alone: no other request runs.
         only_decodes: the step computed no prompt tokens.
@@ -301,9 +321,9 @@ class Pace:
         self._kind = kind
         return now - self._begin + self._units.get(kind, math.inf) <= self._share
 
-    def resume(self) -> None:
-        """Starts the clock of the unit that was announced last, maybe in an earlier step."""
-        self._last = time.perf_counter()
+    def resume(self, kind: str) -> None:
+        """Starts the clock of a unit that was announced before, maybe in an earlier step."""
+        self._kind, self._last = kind, time.perf_counter()
 
     @property
     def is_alone(self) -> bool:

@@ -8,7 +8,7 @@ pages; the prefix, the separators and the recomputed tokens are computed at thei
 the retrieval head's keys come last.
 The engine computes the question itself over the result like any other prompt.
 
-The work is divided into units, which `DocumentFiller` runs in the remaining time of steps.
+The work is divided into units, which `PageFiller` runs in the remaining time of steps.
 """
 
 from __future__ import annotations

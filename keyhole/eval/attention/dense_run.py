@@ -25,7 +25,7 @@ from keyhole.cache.kept_tokens import RetainedPages
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.forced_text import SampleRows
 from keyhole.eval.workload import Request, serve
 from keyhole.kernels.reference import members

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig, require
 from keyhole.engine.head_runner import load_gate, load_head
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import KeyholeError
 from keyhole.eval.attention.dense_run import LayerStep, Take, run
 from keyhole.eval.attention.sums import LossSums, OverlapSums, kinds

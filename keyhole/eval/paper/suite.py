@@ -26,8 +26,8 @@ import torch
 
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.engine.sequence import Sequence as Running
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval.line_file import GATE, EvalOutcome, Line, LineFile
 from keyhole.eval.paper.documents import DocumentEvaluation, DocumentGrid

@@ -31,7 +31,7 @@ def verifier() -> Verifier:
     geometry = Geometry(layers=(), num_query_heads=1, page_size=4, itemsize=4)
     cache = PageCache(geometry, 1, dtype=torch.float32, device=torch.device("cpu"))
     scheduler = Scheduler(
-        cache, None, EngineConfig(), max_length=99, known=lambda _: 0, pace=Pace()
+        cache, None, EngineConfig(), max_length=99, loads=lambda _: None, pace=Pace()
     )
     return Verifier((), scheduler, 99)
 

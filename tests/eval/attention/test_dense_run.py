@@ -13,7 +13,7 @@ from torch import Tensor
 import keyhole
 from keyhole import Full, RaaS, StreamingLLM
 from keyhole.config import EngineConfig
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.eval.attention import dense_run
 from keyhole.eval.attention.dense_run import LayerStep, run
 from keyhole.eval.workload import Request

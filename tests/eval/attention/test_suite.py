@@ -9,7 +9,7 @@ import pytest
 
 import keyhole
 from keyhole.config import EngineConfig
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError
 from keyhole.eval.attention.suite import METHOD, AttentionGrid, AttentionSuite
 from keyhole.eval.line_file import EvalOutcome, LineFile

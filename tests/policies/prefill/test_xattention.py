@@ -13,7 +13,7 @@ import keyhole
 from keyhole import LLM
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.engine.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
 from keyhole.errors import ConfigError, UnknownNameError
 from keyhole.models.loading import load
 from keyhole.models.model import Model

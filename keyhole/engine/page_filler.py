@@ -1,4 +1,7 @@
-"""Fills documents in the remaining time of an engine's steps, in the units of `DocumentPrefill`."""
+"""Fills pages in the remaining time of an engine's steps, so that no other request waits for it.
+
+With what is known of a prompt (`KnownPrompts`) or with stored documents (`DocumentPrefill`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 
 
-class DocumentFiller:
-    """Fills documents in the remaining time of an engine's steps.
+class PageFiller:
+    """Runs the units of the sequence that a step names.
 
     document_prefill: the `DocumentPrefill` of a policy. hot: the blocks of documents that all of
     these share. ConfigError for a memory of blocks beside a model that cannot use documents.
@@ -52,13 +55,18 @@ class DocumentFiller:
     def go_on(self, plan: SchedulerOutput, spent: float) -> None:
         """Runs units of `plan.filling`; spent: seconds of the step so far.
 
-        An error ends that request alone, and adds it to `plan.refused`.
+        An error of its documents ends that request alone, and adds it to `plan.refused`.
         """
         self._take_time(plan, spent)
         sequence, pace = plan.filling, self._pace
         if sequence is None:
             return
         if not pace.begin(spent=spent, alone=not plan.runs, only_decodes=not plan.chunks):
+            return
+        if sequence.loading is not None:
+            sequence.loading.run(pace)
+            if sequence.loading.is_done:
+                sequence.loading = None
             return
         try:
             self._fill(sequence)

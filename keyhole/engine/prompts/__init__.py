@@ -1,0 +1,1 @@
+"""Prompts that need not be computed: copies in memory, and prefixes on disk."""
