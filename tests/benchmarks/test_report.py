@@ -174,6 +174,16 @@ def test_kernels_have_a_row_for_each_case() -> None:
     assert "40.0 GB/s" in page
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_a_share_above_the_whole_bandwidth_is_explained(share: float) -> None:
+    line = decode_line(benchmark="kernels", read_bytes_per_s=4e10)
+    line["settings"]["paths"] = ["avx2"]
+    line["results"] = [
+        {"op": "linear", "about": "one", "system": "avx2", "ms": 1.0, "bandwidth_share": share}
+    ]
+    assert ("can exceed 100 %" in speed_pages.page([], [line])) == (share > 1)
+
+
 def test_a_line_with_llama_cpp_has_its_targets_and_version() -> None:
     line = decode_line(llama_cpp={"version": "0.3.36"})
     line["results"].append(line["results"][0] | {"system": "llama_cpp"})
