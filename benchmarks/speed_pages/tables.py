@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.kernels.linear_cases import SUM
 from benchmarks.llama_cpp.system import SYSTEMS
 from keyhole.bench.settings import BASELINES
 
@@ -54,7 +55,8 @@ def kernels(line: Line) -> list[str]:
     rows = []
     for op, about in cases:
         found = {r["system"]: r for r in results if (r["op"], r["about"]) == (op, about)}
-        others = [f"{name}: {r['ms']:.3g}" for name, r in found.items() if name not in paths]
+        shown = {name: r for name, r in found.items() if name not in paths and name != SUM}
+        others = [f"{name}: {r['ms']:.3g}" for name, r in shown.items()]
         cells = [_rate(found[name]) if name in found else "" for name in paths]
         rows.append([f"`{_RENAMED.get(op, op)}`", about, *cells, "; ".join(others)])
     heads = ["operation", "on", *(f"`{path}`" for path in paths), "for comparison"]
