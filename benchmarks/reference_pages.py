@@ -6,7 +6,9 @@
     docs/models.md      the families of models that run exactly; measured, so only with --families
     docs/python-api.md  its tables of settings; the rest is not generated
 
-Tests compare them with `render()` and `with_settings()`.
+Tests compare them with `render()` and `with_settings()`. --time-families measures how long the
+comparison of each family takes and adds a line to benchmarks/results/exactness-gate.jsonl, which
+docs/models.md repeats.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
+import multiprocessing
+import os
 import re
+import statistics
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +30,8 @@ from typing import Any
 import transformers
 from tqdm.auto import tqdm
 
+import benchmarks
+from benchmarks.command import RatioTarget, header
 from keyhole.cli import build_parser
 from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
@@ -49,9 +59,14 @@ attention in the engine ([how](architecture.md#what-is-refused-and-why)). {exact
 exact. A checkpoint is measured by its own config, so it may be refused where the default is
 exact; `keyhole verify --model MODEL` compares its real weights.
 
-| family | verdict |
+{time}| family | verdict |
 |---|---|
 """
+
+#: Lines of `gate_times`.
+_TIMES = benchmarks.results() / "exactness-gate.jsonl"
+#: Target for the slowest family.
+_MOST_SECONDS = 3.0
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,8 +101,67 @@ def render_families() -> str:
     """Text of docs/models.md: the table of `keyhole models`; takes a second per family."""
     verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
     exact = sum(verdict.exact for verdict in verdicts)
-    head = _FAMILIES.format(version=transformers.__version__, exact=exact, all=len(verdicts))
+    lines = _TIMES.read_text().splitlines() if _TIMES.is_file() else []
+    head = _FAMILIES.format(
+        version=transformers.__version__,
+        exact=exact,
+        all=len(verdicts),
+        time=f"{_about_times(json.loads(lines[-1]))}\n\n" if lines else "",
+    )
     return head + "".join(f"| {v.family} | {_without_name(v.reason)} |\n" for v in verdicts)
+
+
+def gate_times(seconds: Mapping[str, float], note: str) -> dict[str, Any]:
+    """A line of results about the seconds of each exact family."""
+    slowest = sorted(seconds, key=lambda family: seconds[family], reverse=True)[:5]
+    most = seconds[slowest[0]]
+    target = RatioTarget("seconds of the slowest family", most, _MOST_SECONDS, at_least=False)
+    return header("exactness_gate", "benchmarks.reference_pages", note) | {
+        "families": len(seconds),
+        "median_seconds": statistics.median(seconds.values()),
+        "max_seconds": most,
+        "slowest": {family: seconds[family] for family in slowest},
+        "seconds": dict(seconds),
+        "bars": [target.as_dict()],
+    }
+
+
+def seconds_of_family(family: str) -> float | None:
+    """How long the verdict of a family takes that is not known yet; None if it is not exact."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        begin = time.perf_counter()
+        exact = measure_family(family).exact
+        return round(time.perf_counter() - begin, 3) if exact else None
+
+
+def _time_families() -> dict[str, float]:
+    """Each in a process of its own, in which torch and transformers are imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.reference_pages"])
+    found = {}
+    for family in tqdm(families_of_transformers(), leave=False):
+        with context.Pool(1) as pool:
+            seconds = pool.apply(seconds_of_family, (family,))
+        if seconds is not None:
+            found[family] = seconds
+    return found
+
+
+def _about_times(line: Mapping[str, Any]) -> str:
+    machine, versions = line["machine"], line["versions"]
+    slowest = ", ".join(f"{name} ({seconds:.1f})" for name, seconds in line["slowest"].items())
+    note = f" Note: {line['note']}." if line["note"] else ""
+    (bar,) = line["bars"]
+    target = f"target {bar['wanted']} s{'' if bar['met'] else ', missed'}"
+    return (
+        f"The comparison takes {line['median_seconds']:.1f} s for the median of {line['families']} "
+        f"exact families and\n{line['max_seconds']:.1f} s for the slowest ({target}), once; not "
+        f"counted are the imports of torch and transformers.\nThe slowest, in seconds: {slowest}.\n"
+        f"{machine['cpu']}, {machine['cores']} cores; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {line['date'][:10]}, commit\n{line['commit']}; "
+        f"`{line['command']}`.{note}"
+    )
 
 
 def _without_name(reason: str | None) -> str:
@@ -102,7 +176,15 @@ def main() -> None:
     """Writes the documents into this repository; with --families only the table of families."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", action="store_true", help="docs/models.md alone")
-    if parser.parse_args().families:
+    parser.add_argument("--time-families", action="store_true", help="measures; writes no document")
+    parser.add_argument("--note", default="", help="what a reader should know of this run")
+    given = parser.parse_args()
+    if given.time_families:
+        line = gate_times(_time_families(), given.note)
+        benchmarks.append(_TIMES, line)
+        print(_about_times(line))
+        return
+    if given.families:
         (ROOT / "docs/models.md").write_text(render_families())
         return
     api = ROOT / "docs" / "python-api.md"
