@@ -23,7 +23,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,25 @@ _BEGIN, _END = "<!-- combinations: python -m tests.combinations -->", "<!-- end 
 _SETTINGS = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 _DIFFERENCES = "Differences (theirs | ours | effect measured):"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
+
+
+#: What models do that select tokens themselves; no policy, so that no class says it.
+_INDEXER_ROW = """\
+| [own indexer](#own-indexer) | of the model | The `index_topk` tokens that the model's own \
+indexer scores highest, for all heads. |"""
+_INDEXER = """\
+## own indexer
+
+DeepSeek-V3.2, GLM's DSA models, A.X-K2 and Hy-V4 select tokens themselves, in prompts as well as in
+answers: an indexer in a layer scores all earlier tokens by small queries and keys of its own, and
+attention reads the tokens of the highest scores (DeepSeek-V3.2, 2025, arXiv 2512.02556, section
+2.1). Layers without an indexer read what the last one with an indexer selected.
+
+Cost per step and layer: the indexer's keys of all tokens, then `index_topk` keys and values.
+
+When to use it: it is what these models do under `full`, the default. Policies that select are
+refused for them. `index_topk` stands in the model's config and is not a setting
+([more](architecture.md#models-that-select-tokens-themselves))."""
 
 
 _FAMILIES = """<!-- Written by `python -m benchmarks.reference_pages --families`. -->
@@ -232,7 +251,8 @@ def _methods(combinations: str) -> str:
         "Wilson intervals, where layers 0 and 1 are dense unless the method cannot keep layers\n"
         "dense (`benchmarks/results/differences.jsonl`, whose lines hold their commands). It says\n"
         "what a difference does on this model, not which method is better.",
-        *_table(available_policies(), "policy", "what a step reads"),
+        *_table(available_policies(), "policy", "what a step reads", (_INDEXER_ROW,)),
+        _INDEXER,
         "# Prefill policies",
         "A prefill policy says what the tokens of a long prompt attend to. Without one, prompts\n"
         "are exact ([how to use one](how-to/long-prompts.md)). Any policy can follow it.",
@@ -257,15 +277,17 @@ def _methods(combinations: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
-    """A table of our methods of one kind, and a section for each."""
+def _table(
+    classes: Mapping[str, type[Any]], kind: str, what: str, more: Sequence[str] = ()
+) -> list[str]:
+    """A table of our methods of one kind, with more rows, and a section for each method."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
         f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
         for name, cls in ours.items()
     ]
     heads = f"| {kind} | class | {what} |\n|---|---|---|"
-    return ["\n".join([heads, *rows]), *(_method(name, cls) for name, cls in ours.items())]
+    return ["\n".join([heads, *rows, *more]), *(_method(name, cls) for name, cls in ours.items())]
 
 
 def _method(name: str, cls: type[Any]) -> str:
