@@ -30,11 +30,11 @@ def section(lines: Sequence[Line]) -> list[str]:
         "## Products of packed weights on a CPU",
         "Milliseconds of Keyhole's products and of torch's (`_weight_int4pack_mm_for_cpu` and\n"
         "`_weight_int8pack_mm`), medians of interleaved calls; in brackets the share of the\n"
-        "bandwidth of a sum by torch over 64 MiB in the same turns. *By torch's*: the median of\n"
-        "the ratios of turns. *Read*: codes, scales and minimums. Both multiply the same weights,\n"
-        "which no call finds in a cache; in 4 bits 64 of them share a scale. In 8 bits torch has\n"
-        "one scale per output, where Keyhole has one for 64 weights. *Not packed*: the same shape\n"
-        "in 16 bits.",
+        "bandwidth of a sum by torch over 64 MiB in the same turns, which is not the most the\n"
+        "memory gives: shares can exceed 100 %. *By torch's*: the median of the ratios of turns.\n"
+        "*Read*: codes, scales and minimums. Both multiply the same weights, which no call finds\n"
+        "in a cache; in 4 bits 64 of them share a scale. In 8 bits torch has one scale an output,\n"
+        "where Keyhole has one for 64 weights. *Not packed*: the same shape, as it is.",
     ]
     for (cpu, _), line in newest.items():
         parts += [f"{cpu}:", _table(line), tables.about(line)]
