@@ -6,7 +6,9 @@
     docs/models.md      the families of models that run exactly; measured, so only with --families
     docs/python-api.md  its tables of settings; the rest is not generated
 
-Tests compare them with `render()` and `with_settings()`.
+Tests compare them with `render()` and `with_settings()`. --time-families measures how long the
+comparison of each family takes and adds a line to benchmarks/results/exactness-gate.jsonl, which
+docs/models.md repeats.
 """
 
 from __future__ import annotations
@@ -14,14 +16,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
+import multiprocessing
+import os
 import re
-from collections.abc import Mapping
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 from tqdm.auto import tqdm
 
+import benchmarks
+from benchmarks.command import RatioTarget, header
 from keyhole.cli import build_parser
 from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
@@ -39,6 +49,25 @@ _DIFFERENCES = "Differences (theirs | ours | effect measured):"
 _WRITTEN_BY = "<!-- Written by `make docs`; edit the program instead. -->"
 
 
+#: What models do that select tokens themselves; no policy, so that no class says it.
+_INDEXER_ROW = """\
+| [own indexer](#own-indexer) | of the model | The `index_topk` tokens that the model's own \
+indexer scores highest, for all heads. |"""
+_INDEXER = """\
+## own indexer
+
+DeepSeek-V3.2, GLM's DSA models, A.X-K2 and Hy-V4 select tokens themselves, in prompts as well as in
+answers: an indexer in a layer scores all earlier tokens by small queries and keys of its own, and
+attention reads the tokens of the highest scores (DeepSeek-V3.2, 2025, arXiv 2512.02556, section
+2.1). Layers without an indexer read what the last one with an indexer selected.
+
+Cost per step and layer: the indexer's keys of all tokens, then `index_topk` keys and values.
+
+When to use it: it is what these models do under `full`, the default. Policies that select are
+refused for them. `index_topk` stands in the model's config and is not a setting
+([more](architecture.md#models-that-select-tokens-themselves))."""
+
+
 _FAMILIES = """<!-- Written by `python -m benchmarks.reference_pages --families`. -->
 
 # Families of models
@@ -49,9 +78,14 @@ attention in the engine ([how](architecture.md#what-is-refused-and-why)). {exact
 exact. A checkpoint is measured by its own config, so it may be refused where the default is
 exact; `keyhole verify --model MODEL` compares its real weights.
 
-| family | verdict |
+{time}| family | verdict |
 |---|---|
 """
+
+#: Lines of `gate_times`.
+_TIMES = benchmarks.results() / "exactness-gate.jsonl"
+#: Target for the slowest family.
+_MOST_SECONDS = 3.0
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,8 +120,67 @@ def render_families() -> str:
     """Text of docs/models.md: the table of `keyhole models`; takes a second per family."""
     verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
     exact = sum(verdict.exact for verdict in verdicts)
-    head = _FAMILIES.format(version=transformers.__version__, exact=exact, all=len(verdicts))
+    lines = _TIMES.read_text().splitlines() if _TIMES.is_file() else []
+    head = _FAMILIES.format(
+        version=transformers.__version__,
+        exact=exact,
+        all=len(verdicts),
+        time=f"{_about_times(json.loads(lines[-1]))}\n\n" if lines else "",
+    )
     return head + "".join(f"| {v.family} | {_without_name(v.reason)} |\n" for v in verdicts)
+
+
+def gate_times(seconds: Mapping[str, float], note: str) -> dict[str, Any]:
+    """A line of results about the seconds of each exact family."""
+    slowest = sorted(seconds, key=lambda family: seconds[family], reverse=True)[:5]
+    most = seconds[slowest[0]]
+    target = RatioTarget("seconds of the slowest family", most, _MOST_SECONDS, at_least=False)
+    return header("exactness_gate", "benchmarks.reference_pages", note) | {
+        "families": len(seconds),
+        "median_seconds": statistics.median(seconds.values()),
+        "max_seconds": most,
+        "slowest": {family: seconds[family] for family in slowest},
+        "seconds": dict(seconds),
+        "bars": [target.as_dict()],
+    }
+
+
+def seconds_of_family(family: str) -> float | None:
+    """How long the verdict of a family takes that is not known yet; None if it is not exact."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        begin = time.perf_counter()
+        exact = measure_family(family).exact
+        return round(time.perf_counter() - begin, 3) if exact else None
+
+
+def _time_families() -> dict[str, float]:
+    """Each in a process of its own, in which torch and transformers are imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.reference_pages"])
+    found = {}
+    for family in tqdm(families_of_transformers(), leave=False):
+        with context.Pool(1) as pool:
+            seconds = pool.apply(seconds_of_family, (family,))
+        if seconds is not None:
+            found[family] = seconds
+    return found
+
+
+def _about_times(line: Mapping[str, Any]) -> str:
+    machine, versions = line["machine"], line["versions"]
+    slowest = ", ".join(f"{name} ({seconds:.1f})" for name, seconds in line["slowest"].items())
+    note = f" Note: {line['note']}." if line["note"] else ""
+    (bar,) = line["bars"]
+    target = f"target {bar['wanted']} s{'' if bar['met'] else ', missed'}"
+    return (
+        f"The comparison takes {line['median_seconds']:.1f} s for the median of {line['families']} "
+        f"exact families and\n{line['max_seconds']:.1f} s for the slowest ({target}), once; not "
+        f"counted are the imports of torch and transformers.\nThe slowest, in seconds: {slowest}.\n"
+        f"{machine['cpu']}, {machine['cores']} cores; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {line['date'][:10]}, commit\n{line['commit']}; "
+        f"`{line['command']}`.{note}"
+    )
 
 
 def _without_name(reason: str | None) -> str:
@@ -102,7 +195,15 @@ def main() -> None:
     """Writes the documents into this repository; with --families only the table of families."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", action="store_true", help="docs/models.md alone")
-    if parser.parse_args().families:
+    parser.add_argument("--time-families", action="store_true", help="measures; writes no document")
+    parser.add_argument("--note", default="", help="what a reader should know of this run")
+    given = parser.parse_args()
+    if given.time_families:
+        line = gate_times(_time_families(), given.note)
+        benchmarks.append(_TIMES, line)
+        print(_about_times(line))
+        return
+    if given.families:
         (ROOT / "docs/models.md").write_text(render_families())
         return
     api = ROOT / "docs" / "python-api.md"
@@ -150,7 +251,8 @@ def _methods(combinations: str) -> str:
         "Wilson intervals, where layers 0 and 1 are dense unless the method cannot keep layers\n"
         "dense (`benchmarks/results/differences.jsonl`, whose lines hold their commands). It says\n"
         "what a difference does on this model, not which method is better.",
-        *_table(available_policies(), "policy", "what a step reads"),
+        *_table(available_policies(), "policy", "what a step reads", (_INDEXER_ROW,)),
+        _INDEXER,
         "# Prefill policies",
         "A prefill policy says what the tokens of a long prompt attend to. Without one, prompts\n"
         "are exact ([how to use one](how-to/long-prompts.md)). Any policy can follow it.",
@@ -175,15 +277,17 @@ def _methods(combinations: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(classes: Mapping[str, type[Any]], kind: str, what: str) -> list[str]:
-    """A table of our methods of one kind, and a section for each."""
+def _table(
+    classes: Mapping[str, type[Any]], kind: str, what: str, more: Sequence[str] = ()
+) -> list[str]:
+    """A table of our methods of one kind, with more rows, and a section for each method."""
     ours = {name: cls for name, cls in classes.items() if cls.__module__.startswith("keyhole.")}
     rows = [
         f"| [`{name}`](#{name}) | `{cls.__name__}` | {_cell(summary(cls))} |"
         for name, cls in ours.items()
     ]
     heads = f"| {kind} | class | {what} |\n|---|---|---|"
-    return ["\n".join([heads, *rows]), *(_method(name, cls) for name, cls in ours.items())]
+    return ["\n".join([heads, *rows, *more]), *(_method(name, cls) for name, cls in ours.items())]
 
 
 def _method(name: str, cls: type[Any]) -> str:

@@ -349,6 +349,41 @@ def test_the_page_of_families_is_what_the_gate_measures() -> None:
     ), "run `python -m benchmarks.reference_pages --families`"
 
 
+def test_the_page_of_families_says_how_long_the_gate_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = tmp_path / "exactness-gate.jsonl"
+    monkeypatch.setattr(reference_pages, "families_of_transformers", lambda: ["gpt2"])
+    monkeypatch.setattr(reference_pages, "_TIMES", lines)
+    assert "s for the slowest" not in reference_pages.render_families()
+    seconds = {"a": 0.5, "b": 4.0, "c": 0.25, "d": 1.0, "e": 0.75, "f": 0.1}
+    old, new = (reference_pages.gate_times(times, "") for times in ({"a": 9.0}, seconds))
+    assert list(new["slowest"]) == ["b", "d", "e", "a", "c"]
+    lines.write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    page = reference_pages.render_families()
+    assert "takes 0.6 s for the median of 6 exact families and\n4.0 s for the slowest" in page
+    assert "(target <= 3.0 s, missed)" in page
+    assert "seconds: b (4.0), d (1.0)," in page
+    assert page.endswith("\n\n| family | verdict |\n|---|---|\n| gpt2 | exact |\n")
+
+
+def test_the_time_of_the_gate_is_that_of_a_first_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of reading a verdict which an earlier run has kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # put back afterwards
+    measured: list[str] = []
+    real = exactness_gate.measure
+    monkeypatch.setattr(
+        exactness_gate, "measure", lambda config, name: measured.append(name) or real(config, name)
+    )
+    for _ in range(2):
+        exactness_gate._stored.cache_clear()
+        seconds = reference_pages.seconds_of_family("gpt2")
+        assert seconds is not None
+        assert seconds > 0
+    assert measured == ["gpt2", "gpt2"]
+    assert reference_pages.seconds_of_family("bert") is None
+
+
 def test_an_unknown_rope_type_is_named() -> None:
     """It ended with "KeyError: 'linaer'" alone."""
     config = shrink(CONFIG_MAPPING["llama"]())

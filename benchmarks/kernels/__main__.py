@@ -25,6 +25,7 @@ _COLUMNS: bench.Columns = (
     ("GFLOP/s", "gflop_per_s", "{:.0f}".format),
     *bench.COMMON,
     ("of a copy's", "copy_share", "{:.0%}".format),
+    ("of a sum's", "sum_share", "{:.0%}".format),
 )
 
 

@@ -32,7 +32,8 @@ class KernelCase:
     """One operation on one kind of input.
 
     ours: our operation by label, "" if there is only one; each runs on every path.
-    peers: the same in PyTorch; times are reported relative to the first.
+    peers: the same in PyTorch; times are reported relative to the first. reader: the one of them
+    that only reads, whose bytes per second the others' are divided by.
     tokens: of a sequence. selected: tokens (unit 1) or pages that are read, None for all.
     moved_bytes: bytes that must be read or written once. flops: for compute-bound cases instead.
     """
@@ -47,3 +48,4 @@ class KernelCase:
     variants: int
     ours: Mapping[str, System]
     peers: Mapping[str, System]
+    reader: str | None = None

@@ -30,6 +30,8 @@ class Layer:
         self.dim = int(shape["head_dim"])
         self.hidden_size = int(shape["hidden_size"])
         self.intermediate_size = int(shape["intermediate_size"])
+        #: Outputs and inputs of the head, which computes logits.
+        self.head = int(shape["vocab_size"]), self.hidden_size
         self.scale = self.dim**-0.5
         self.batch = settings.batch
         self.longest = settings.contexts[-1]
@@ -44,6 +46,19 @@ class Layer:
         order = torch.randperm(pages, generator=self.generator)
         self.table = order.int().view(self.batch, -1)
         self.query = self.randn(self.batch, self.num_heads, self.dim)
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of every linear layer, and of the head."""
+        hidden, queries = self.hidden_size, self.num_heads * self.dim
+        return (
+            (queries, hidden),
+            (self.num_kv_heads * self.dim, hidden),
+            (hidden, queries),
+            (self.intermediate_size, hidden),
+            (hidden, self.intermediate_size),
+            self.head,
+        )
 
     @property
     def token_bytes(self) -> int:

@@ -154,6 +154,7 @@ def measure_case(
     rounds = min(repeat, max(_LEAST_ROUNDS, int(_CASE_MS / round_ms)))
     taken = take_turns(turns, rounds, device)
     times = {name: [ms / calls for ms in spent] for name, spent in taken.items()}
+    moved = {name: system.moved_bytes or case.moved_bytes for name, (_, system) in systems.items()}
     peer = next(iter(case.peers))
     return [
         {
@@ -168,12 +169,19 @@ def measure_case(
             "rounds": rounds,
             "calls": calls,
             "why_not_replayed": made[name][1],
-            "moved_bytes": systems[name][1].moved_bytes or case.moved_bytes,
+            "moved_bytes": moved[name],
             "flops": case.flops,
             "relative_error": errors[name],
             "peer": peer,
             "ratio_to_peer": statistics.median(
                 a / b for a, b in zip(times[name], times[peer], strict=True)
+            ),
+            "sum_share": None
+            if case.reader is None
+            else moved[name]
+            / moved[case.reader]
+            * statistics.median(
+                b / a for a, b in zip(times[name], times[case.reader], strict=True)
             ),
         }
         for name in systems

@@ -2,13 +2,15 @@
 
     README.md              a table per device, between two comments
     docs/results/speed.md  step times, memory, weights of few bits, several tokens per step,
-                           kernels, offloaded layers, a million tokens, the papers' settings
+                           kernels, products of packed weights, offloaded layers, a million tokens,
+                           the papers' settings
     docs/images/           a figure of step time per table, and one of repeat rates
 
-The newest line counts: for decoding per device and batch, for kernels per device, for headline
-settings per setting on a GPU, for a million tokens per shape, policy and length, for weights of few
-bits per length and batch, and for the others the newest of all. Nothing is written without a line;
-a test compares the pages with the lines.
+The newest line counts: for decoding per device and batch, for kernels per device, for products of
+packed weights per processor and shape, for headline settings per setting on a GPU, for a million
+tokens per shape, policy and length, for weights of few bits per length and batch, and for the
+others the newest of all. Nothing is written without a line; a test compares the pages with the
+lines.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.paper import page as headline_page
 from benchmarks.speed_pages import few_bits as few_bits_page
 from benchmarks.speed_pages import million as million_page
 from benchmarks.speed_pages import offload as offload_page
+from benchmarks.speed_pages import packed as packed_page
 from benchmarks.speed_pages import plot, tables
 from benchmarks.speed_pages import speculation as speculation_page
 
@@ -99,9 +102,11 @@ def page(
     parts += few_bits_page.section(few_bits)
     parts += speculation_page.section(speculation)
     parts += speculation_page.own_drafts(drafts)
-    for line in latest(kernels, _processor):
+    whole = [line for line in kernels if not packed_page.is_alone(line)]
+    for line in latest(whole, _processor):
         parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
+    parts += packed_page.section(kernels)
     for line in latest(offload, _model):
         parts += offload_page.section(line)
     parts += million_page.section(million)

@@ -15,6 +15,7 @@ from benchmarks.kernels import run as benchmark
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.cases import KernelCase
 from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.linear_cases import SUM, TORCH_PACKED
 from benchmarks.kernels.settings import OPS, KernelSettings
 from benchmarks.kernels.targets import ratio_targets
 from keyhole import kernels
@@ -54,8 +55,8 @@ def test_a_line_has_every_operation_on_every_path_and_by_a_peer() -> None:
     assert [found[0]["op"] for found in reported] == list(OPS)
     assert [result for found in reported for result in found] == line["results"]
     cases = {(r["op"], r["about"]) for r in line["results"]}
-    # attend in three ways, top_k in two, linear in five, packed_linear in six
-    assert len(cases) == len(OPS) + 12
+    # attend in three ways, top_k in two, linear in five, packed_linear of five matrices in twenty
+    assert len(cases) == len(OPS) + 26
     for op, about in cases:
         found = {r["system"]: r for r in line["results"] if (r["op"], r["about"]) == (op, about)}
         assert set(PATHS) < set(found)
@@ -72,6 +73,12 @@ def test_a_line_has_every_operation_on_every_path_and_by_a_peer() -> None:
                 copied = 1e9 * result["gb_per_s"] / line["copy_bytes_per_s"]
                 assert result["copy_share"] == pytest.approx(copied)
             assert (result["gflop_per_s"] is None) != arithmetic
+            assert (result["sum_share"] is None) == (op not in ("linear", "packed_linear"))
+        if SUM in found:
+            assert found[SUM]["sum_share"] == 1
+        if about.endswith(("in int4", "in int8")):  # the same weights, so the same results
+            assert found[TORCH_PACKED]["peer"] == TORCH_PACKED
+            assert 0 < found[TORCH_PACKED]["relative_error"] < 0.01
     names = [bar["bar"] for bar in line["bars"]]
     assert names == [
         "attend, all of 32 tokens: share of read bandwidth",

@@ -174,6 +174,50 @@ def test_kernels_have_a_row_for_each_case() -> None:
     assert "40.0 GB/s" in page
 
 
+def packed_line(**more: Any) -> dict[str, Any]:
+    """A line with one product of packed weights."""
+    times = {"avx2": 1.0, "avx2 linear": 3.0, "torch packed": 2.0, "torch linear": 4.0}
+    results = [
+        {
+            "op": "packed_linear",
+            "about": "1 x 64 by 64 x 128 in int4",
+            "system": system,
+            "ms": ms,
+            "moved_bytes": 9 << 20,
+            "ratio_to_peer": ms / 2,
+            "sum_share": 1.2 / ms,
+        }
+        for system, ms in (times | {"torch sum": 1.2}).items()
+    ]
+    line = decode_line(benchmark="kernels", results=results, **more)
+    line["settings"] |= {"paths": ["avx2"], "shape": "one"}
+    return line
+
+
+def test_packed_products_stand_beside_torchs_and_hide_no_other_line() -> None:
+    """The newest line of a processor was its table, whatever it had measured."""
+    kernels = decode_line(benchmark="kernels", read_bytes_per_s=4e10, commit="whole")
+    kernels["settings"]["paths"] = []
+    kernels["results"] = []
+    page = speed_pages.page([], [kernels, packed_line(commit="old"), packed_line(commit="new")])
+    row = "| 1 x 64 by 64 x 128 in int4 | 9.0 MiB | 1 (120%) | 2 (60%) | 0.50 | 3 (40%) | 4 (30%) |"
+    assert row in page.splitlines()
+    assert page.count("## Kernels on A\n") == page.count("## Products of packed weights") == 1
+    assert "commit whole" in page
+    assert "commit new" in page
+    assert "commit old" not in page
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_a_share_above_the_whole_bandwidth_is_explained(share: float) -> None:
+    line = decode_line(benchmark="kernels", read_bytes_per_s=4e10)
+    line["settings"]["paths"] = ["avx2"]
+    line["results"] = [
+        {"op": "linear", "about": "one", "system": "avx2", "ms": 1.0, "bandwidth_share": share}
+    ]
+    assert ("can exceed 100 %" in speed_pages.page([], [line])) == (share > 1)
+
+
 def test_a_line_with_llama_cpp_has_its_targets_and_version() -> None:
     line = decode_line(llama_cpp={"version": "0.3.36"})
     line["results"].append(line["results"][0] | {"system": "llama_cpp"})

@@ -61,6 +61,13 @@ def test_every_policy_is_in_the_table() -> None:
         assert f"| [`{name}`]({link}) | `{cls.__name__}` | {doc} |" in README
 
 
+def test_what_models_select_themselves_is_in_both_tables() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text()
+    (row,) = re.findall(r"\| \[own indexer\]\((#.+?)\)( .+)", page)
+    assert f"| [own indexer]({REPOSITORY}/blob/main/docs/methods.md{row[0]}){row[1]}\n" in README
+    assert "\n## own indexer\n" in page
+
+
 def test_no_link_is_relative_as_the_page_of_the_package_has_no_files() -> None:
     links = _LINK.findall(_FENCE.sub("", README))
     assert len(links) > 20

@@ -56,6 +56,32 @@ def bound_of(kv_dtype: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.maximum(np.abs(x) / 16, scale / 1024)  # half a unit of 3 bits; of the subnormals
 
 
+def largest_errors(kv_dtype: str, x: np.ndarray) -> np.ndarray:
+    """The largest error of each number of rows [..., D], with the rounding of their scales."""
+    scale = np.abs(x).max(-1, keepdims=True) / {"int8": 127.0, "fp8": 448.0}[kv_dtype]
+    return bound_of(kv_dtype, x, scale) * (1 + 1e-5)
+
+
+def largest_change(
+    query: np.ndarray,
+    values: np.ndarray,
+    errors: tuple[np.ndarray, np.ndarray],
+    read: list[list[int]],
+    scale: float,
+) -> np.ndarray:
+    """How much errors of keys and values may change `attention`, [Hq, Dv].
+
+    A logit changes by at most d, so a weight by a factor of at most exp(2 d).
+    """
+    group, out = len(query) // len(values), []
+    for head, numbers in enumerate(np.abs(query)):
+        own = head // group
+        of_keys, of_values = (x[own, read[own]] for x in errors)
+        most = np.expm1(2 * scale * (of_keys @ numbers).max())
+        out.append(most * np.abs(values[own, read[own]]).max(0) + of_values.max(0))
+    return np.stack(out)
+
+
 @given(
     kv_dtype=st.sampled_from(KV_DTYPES),
     dtype=st.sampled_from(DTYPES),
@@ -73,10 +99,8 @@ def test_the_error_of_a_number_is_bounded_by_its_row(
     x[0, 1, :, 0] *= 3  # one number much above the others of its row
     x = x.clamp(-6e4, 6e4)
     found = float64(kernels.dequantised(stored(x, kv_dtype)))
-    largest = {"int8": 127.0, "fp8": 448.0}[kv_dtype]
     exact = float64(x)
-    scale = np.abs(exact).max(-1, keepdims=True) / largest
-    assert (np.abs(found - exact) <= bound_of(kv_dtype, exact, scale) * (1 + 1e-5)).all()
+    assert (np.abs(found - exact) <= largest_errors(kv_dtype, exact)).all()
     assert not found[0, 0, 0].any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keyhole import kernels
-from keyhole.kernels import Selection, reference
+from keyhole.cache.layout import LayerLayout
+from keyhole.cache.resident_buffer import Frame, ResidentBuffer
+from keyhole.config import SCALE_BYTES
+from keyhole.kernels import PagedQuery, Selection, reference
+from keyhole.kernels.reference.quantised import STORED
 from tests.effort import examples
-from tests.kernels.paged import DTYPES
+from tests.kernels.paged import DTYPES, assert_close
+from tests.kernels.test_quantised import KV_DTYPES, largest_change, largest_errors, stored
+from tests.oracle import attention, float64, tokens_of
 
 ROWS, MOST = 4, 40
 
@@ -220,6 +227,61 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
         assert torch.equal(world.entries, twin.entries)
         for a, b in ((world.keys, twin.keys), (world.values, twin.values)):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@given(
+    kv_dtype=st.sampled_from(KV_DTYPES), unit=st.sampled_from((1, 4)), seed=st.integers(0, 2**31)
+)
+@examples(50)
+def test_attention_over_a_buffer_of_8_bits_has_the_error_of_8_bits_once(
+    kv_dtype: str, unit: int, seed: int
+) -> None:
+    """Compared with the keys and values that were given, in float64: rows move as they are."""
+    size, heads, dims, count, room = 4, 2, (16, 12), 10, 16
+    random = torch.Generator().manual_seed(seed)
+    layout = LayerLayout(
+        num_kv_heads=heads, key_dim=dims[0], value_dim=dims[1], scale_bytes=SCALE_BYTES
+    )
+    empty = torch.empty(0, dtype=STORED[kv_dtype])
+    buffer = ResidentBuffer(layout, empty, page_size=size, num_rows=3, num_tokens=room)
+    table = torch.randperm(2 * count, generator=random).view(2, count)
+    pages = [torch.randn(2 * count, heads, size, n, generator=random) for n in dims]
+    rows = [stored(x, kv_dtype) for x in pages]
+    # [2, Hkv, N, D], and as the rows hold them
+    given_ = [float64(x[table].transpose(1, 2).flatten(2, 3)) for x in pages]
+    held = [float64(kernels.dequantised(x)[table].transpose(1, 2).flatten(2, 3)) for x in rows]
+    errors = [largest_errors(kv_dtype, x) for x in given_]
+    lengths, of_sequences = torch.tensor([9, 14]), torch.tensor([2, 0])
+    for _ in range(4):
+        lengths += torch.randint(1, 4, (2,), generator=random)
+        below = [x.clone() for x in rows]
+        lists = []
+        for b, length in enumerate(lengths.tolist()):
+            for token in range(length - 1, count * size):  # not written yet
+                for x in below:
+                    x[table[b, token // size], :, token % size] = 77
+            newest = (length - 1) // unit
+            most = min(newest, (room - size) // unit - 1)
+            drawn = [torch.randperm(newest, generator=random)[:most] for _ in range(heads)]
+            lists.append([[*sorted(x.tolist()), newest] for x in drawn])
+        chosen = as_selection(lists, (room - size) // unit, unit)
+        frame = Frame.of(
+            of_sequences, table.int(), lengths.int(), num_tokens=room, page_size=size, unit=unit
+        )
+        resident = buffer.load_missing(chosen, frame, *below)
+        last = [lengths - 1, table[torch.arange(2), (lengths - 1) // size]]
+        resident.append(*(x[last[1], :, last[0] % size] for x in pages))
+        query, scale = torch.randn(2, 6, dims[0], generator=random) / 2, dims[0] ** -0.5
+        paged = PagedQuery(query, *resident.paged)
+        found = kernels.attend(paged, selection=resident.selection, scale=scale)
+        for b, length in enumerate(lengths.tolist()):
+            read = [tokens_of(x, unit, length) for x in lists[b]]
+            one, (keys, values) = float64(query[b]), (x[b] for x in given_)
+            wanted, _ = attention(one, keys, values, read, scale=scale)
+            bound = largest_change(one, values, (errors[0][b], errors[1][b]), read, scale)
+            assert (np.abs(float64(found[b]) - wanted) <= bound + 1e-5).all()
+            exact, _ = attention(one, *(x[b] for x in held), read, scale=scale)
+            assert_close(found[b], exact, torch.float32)
 
 
 @pytest.mark.slow
