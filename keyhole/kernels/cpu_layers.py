@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def packed_linear(
     x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """As the reference; AVX2 alone has products of blocks with inputs of 16 bits."""
+    """As the reference."""
     if not _in_floats(packed, x.dtype):
         return _product(x, packed, bias)
     if isinstance(packed, PackedWeight):
@@ -47,6 +47,8 @@ def _in_floats(weight: Weight, dtype: torch.dtype) -> bool:
         return False
     if isinstance(weight, PackedWeight):
         return weight.bits == 6
+    if cpu.current() in ("avx512", "amx"):
+        return weight.bits != 4 or dtype != torch.bfloat16
     return cpu.current() != "avx2"
 
 

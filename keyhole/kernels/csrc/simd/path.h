@@ -11,6 +11,8 @@
 #include <omp.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "arguments.h"
 #include "numbers.h"
 

@@ -45,6 +45,13 @@ struct CodeProduct : Product<T> {
     }
 };
 
+// Rows of codes and inputs of T that a processor path multiplies in a way of its own.
+template <class T, int bits>
+struct OwnRows {
+    static constexpr bool exists = false;
+    static constexpr int64_t step = CodeProduct<T>::step;  // inputs are kept in whole steps
+};
+
 // Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
 template <class T>
 struct Inputs {
@@ -198,18 +205,23 @@ static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, Group
         for (int64_t r = 0; r < count; r++)
             CodeProduct<T>::template row<S, bits, H>(a, in, from(r), first + r, ahead, out + r);
     } else {
-        constexpr int fit = Vector::width / 2 / H;  // so that sums stay in registers
+        // So that sums stay in registers.
+        constexpr int fit = Vector::width / (OwnRows<T, bits>::exists && H > 4 ? 1 : 2) / H;
         constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
+        const auto rows = [&](auto at_once, int64_t r) {
+            constexpr int n = decltype(at_once)::value;
+            if constexpr (OwnRows<T, bits>::exists)
+                OwnRows<T, bits>::template rows<H, n, S>(a, in, from(r), first + r, ahead, out + r);
+            else packed_rows<T, S, bits, H, n>(a, in, from(r), first + r, ahead, out + r);
+        };
         int64_t r = 0;
-        for (; r + R <= count; r += R)
-            packed_rows<T, S, bits, H, R>(a, in, from(r), first + r, ahead, out + r);
-        for (; r < count; r++)
-            packed_rows<T, S, bits, H, 1>(a, in, from(r), first + r, ahead, out + r);
+        for (; r + R <= count; r += R) rows(std::integral_constant<int, R>(), r);
+        for (; r < count; r++) rows(std::integral_constant<int, 1>(), r);
     }
 }
 
 // Keeps a token's inputs for products, and the sum and scale of each group.
-template <class T>
+template <class T, int bits>
 static inline void keep_inputs(const T* x, int64_t I, int64_t group,
                                typename CodeProduct<T>::Query* row, float* sums, float* scales) {
     using P = CodeProduct<T>;
@@ -217,11 +229,11 @@ static inline void keep_inputs(const T* x, int64_t I, int64_t group,
         for (int64_t g = 0; g < I / group; g++)
             P::keep_group(x + g * group, group, row + g * group, sums[g], scales[g]);
     } else {
-        keep_query(x, I, row);
+        if constexpr (OwnRows<T, bits>::exists) OwnRows<T, bits>::keep(x, I, row);
+        else keep_query(x, I, row);
         for (int64_t g = 0; g < I / group; g++) {
             Vector sum = broadcast(0.0f);
-            for (int64_t i = 0; i < group; i += Vector::width)
-                sum = sum + load(row + g * group + i);
+            for (int64_t i = 0; i < group; i += Vector::width) sum = sum + load(x + g * group + i);
             sums[g] = total(sum);
         }
     }
@@ -233,7 +245,7 @@ static void packed_linear_in(const PackedLinear& a) {
     using P = CodeProduct<T>;
     using Query = typename P::Query;
     constexpr int W = Vector::width, most = W / 2;
-    const int64_t stride = rounded_up(a.I, P::step), groups = a.I / a.weight.group;
+    const int64_t stride = rounded_up(a.I, OwnRows<T, bits>::step), groups = a.I / a.weight.group;
     const int64_t groups_stride = rounded_up(groups, W);
     auto* sums = static_cast<float*>(
         workspace(1, a.T * (2 * groups_stride * sizeof(float) + stride * sizeof(Query))));
@@ -241,7 +253,7 @@ static void packed_linear_in(const PackedLinear& a) {
     auto* rows = reinterpret_cast<Query*>(scales + a.T * groups_stride);
     memset(sums, 0, a.T * groups_stride * sizeof(float));
     for (int64_t t = 0; t < a.T; t++)
-        keep_inputs(static_cast<const T*>(a.x) + t * a.x_stride, a.I, a.weight.group,
+        keep_inputs<T, bits>(static_cast<const T*>(a.x) + t * a.x_stride, a.I, a.weight.group,
                     rows + t * stride, sums + t * groups_stride, scales + t * groups_stride);
     const auto compute = [&](const PackedLinear& part, int64_t first) {
         const int64_t count = part.O - first < kTile ? part.O - first : kTile;
@@ -285,11 +297,14 @@ static void packed_linear_by(const PackedLinear& a) {
     if constexpr (sizeof(S) == sizeof(float)) packed_linear_in<T, S, 6>(a);
 }
 
-// Six bits and blocks have float scales; without whole numbers, float inputs too.
+// Six bits and blocks have float scales; without another way to multiply them, float inputs too.
 template <class T>
 static void packed_linear(const PackedLinear& a) {
-    if constexpr (CodeProduct<T>::scaled)
+    if constexpr (CodeProduct<T>::scaled) {
         if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
+    } else if constexpr (OwnRows<T, 4>::exists) {
+        if (a.blocks.of_blocks) return packed_linear_in<T, float, 4>(a);
+    }
     packed_linear_by<T, T>(a);
 }
 
