@@ -354,7 +354,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     ]
     bundled = is_tiny(arguments.model)
     parsed = parse(arguments.tasks, bundled=bundled)
-    tasks = answered(parsed, "forces a text, which is not supported with presses")
+    tasks = answered(parsed, "uses teacher forcing, which is not supported with presses")
     lengths = _numbers(arguments.lengths, "--lengths")
     setups = [part.strip() for part in arguments.setup.split(",")]
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):

@@ -214,7 +214,7 @@ def test_a_damaged_record_is_named_and_encoded_again(
 def test_a_record_under_the_name_of_another_is_named(store: DocumentStore) -> None:
     file = record_of(store, "a")
     file.write_bytes(record_of(store, "b").read_bytes())
-    with pytest.raises(RecordError, match="document 'a': its record is of another text"):
+    with pytest.raises(RecordError, match="document 'a': its record belongs to another text"):
         store.open("a")
     other = DocumentStore(file.parents[1], MODEL | {"revision": "x"})
     other.add("b", "two", make_record(2))
