@@ -71,9 +71,10 @@ def main() -> None:
         line["results"].append(_first_token(llm, address, arguments))
         if arguments.shape is None:  # takes hours with a large model and tests the same server
             line["results"].append(_held(address, arguments))
-    line["bars"] = _bars(line["results"])
-    for bar in line["bars"]:
-        print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
+    line["bars"] = _targets(line["results"])
+    for target in line["bars"]:
+        met = "met" if target["met"] else "MISSED"
+        print(met, target["bar"], f"{target['value']:.3f}", target["wanted"])
     if arguments.output:
         LineFile(arguments.output).add(line)
 
@@ -173,8 +174,8 @@ def _held(address: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "held", "connections": _HELD, **found}
 
 
-def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    bars = []
+def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    targets = []
     for result in results:
         if result["kind"] == "batch":
             name = f"tokens/s over HTTP / by LLM.generate, {result['batch']} streams"
@@ -186,8 +187,8 @@ def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             name, value = "connections held and answered", result["answered"]
             wanted, met = f"= {_HELD}", value == _HELD
-        bars.append({"bar": name, "value": value, "wanted": wanted, "met": met})
-    return bars
+        targets.append({"bar": name, "value": value, "wanted": wanted, "met": met})
+    return targets
 
 
 if __name__ == "__main__":
