@@ -41,8 +41,10 @@ _BATCHES = (8, 32)
 _HELD = 512
 #: Memory of each KV cache: both engines are in memory.
 _MEMORY = "1GiB"
-_FLAGS = ("--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD), "--no-prefix-cache")
-_FLAGS += ("--memory", _MEMORY, "--no-page")
+_FLAGS = (
+    *("--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD), "--no-prefix-cache"),
+    *("--memory", _MEMORY, "--no-page"),
+)
 #: Targets: share of the engine's tokens per second, and added milliseconds to the first token.
 _SHARE, _LATER_MS = 0.95, 5.0
 
@@ -101,7 +103,8 @@ def _batch(
     llm: LLM, address: str, server: int, count: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Tokens per second of `count` at once, by the engine and over HTTP."""
-    engine, http = [], []
+    engine: list[float] = []
+    http: list[float] = []
     used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
     tokens = count * arguments.answer
 
@@ -154,9 +157,9 @@ def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[
     for seed in range(arguments.first_tokens + 1):
         (prompt,) = _prompts(llm, 1, arguments.prompt, seed)
         begin = time.perf_counter()
-        next(stream := llm.stream(prompt, _params(2)))
-        engine.append(1e3 * (time.perf_counter() - begin))
-        stream.close()
+        for _ in llm.stream(prompt, _params(2)):
+            engine.append(1e3 * (time.perf_counter() - begin))
+            break  # which frees the request
         found = asyncio.run(load(address, 1, arguments, answer_length="2", seed=seed))
         http.append(found["first_token_ms"]["p50"])
     later = [b - a for a, b in zip(engine[1:], http[1:], strict=True)]

@@ -58,12 +58,12 @@ def main() -> None:
     line["settings"] = vars(arguments)
     largest = max(arguments.batches)
     with engine(arguments, plugin=False) as alone, engine(arguments, plugin=True) as with_plugin:
-        engines = (alone, with_plugin)
         covering = {"full": {"policy": "full"}} | asked(2 * arguments.covered)
+        cases: list[tuple[str, int, int, dict[str, Any]]]
         cases = [("covered", largest, arguments.covered, covering)]
         budgeted = asked(arguments.budget)
         cases += [("budget", n, arguments.context, budgeted) for n in arguments.batches]
-        line["results"] = [compare(*engines, *case, arguments) for case in cases]
+        line["results"] = [compare(alone, with_plugin, *case, arguments) for case in cases]
     line["bars"] = _targets(line["results"])
     for target in line["bars"]:
         met = "met" if target["met"] else "MISSED"
