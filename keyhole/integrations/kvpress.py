@@ -34,7 +34,7 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
-from keyhole.config import is_count, require, require_known
+from keyhole.config import require_counts, require_known
 from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
@@ -188,7 +188,7 @@ class PressCell:
     samples: int
 
     def __post_init__(self) -> None:
-        require(is_count(self.samples), "samples", self.samples, "at least 1")
+        require_counts(self, "samples")
         require_known("setup", self.setup, SETUPS)
 
 
