@@ -21,7 +21,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class GridPart:
     """Cells that run together: every method at every task and length."""
 
     about: str
-    tasks: Sequence[str]
+    tasks: Collection[str]
     lengths: Sequence[int]
     policies: Sequence[str] = MAIN
     shares: bool = True
@@ -352,7 +352,8 @@ def examine_errors(model: Model, file: LineFile, errors: LineFile, note: str) ->
         if errors.find(fields, 0) is not None:
             continue
         policy = Method(label="", name=line["policy"], settings={"token_budget": line["budget"]})
-        header, found = RunHeader(note), []
+        header = RunHeader(note)
+        found: list[dict[str, Any]] = []
         for seed in fields["seeds"]:
             one = first_error.find(
                 model,
@@ -364,9 +365,8 @@ def examine_errors(model: Model, file: LineFile, errors: LineFile, note: str) ->
             )
             if one is None:  # right this time: another batch rounds differently
                 continue
-            if not found:
-                layer = one.sparse_layers[0] if one.sparse_layers else None
-                kept = selection_map(one.recorded, layer=layer, marks=one.marks)
+            if "map" not in fields and one.sparse_layers:  # none if prefill wrote the first error
+                kept = selection_map(one.recorded, one.sparse_layers[0], one.marks)
                 fields["map"], fields["map_step"] = kept.to_json(), one.step
             found.append(one.to_json())
         errors.add(

@@ -48,7 +48,7 @@ def main() -> None:
 def count(heads: dict[str, str], items: int) -> list[dict[str, object]]:
     """One cell per task, length, policy or further head, and share of the words."""
     model = load(keyhole.tiny(), "cpu")
-    choosers = [(name, name, {}) for name in POLICIES]
+    choosers: list[tuple[str, str, dict[str, str]]] = [(name, name, {}) for name in POLICIES]
     choosers[1:1] = [
         (f"spe_context, {name}", "spe_context", {"head": path}) for name, path in heads.items()
     ]

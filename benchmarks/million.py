@@ -298,7 +298,8 @@ def measure_case(
         begin = time.perf_counter()
         sequence = _start(engine, settings)
         filled = time.perf_counter()
-        step_ms, traffic = [], offloader.prefetcher.total
+        step_ms: list[float] = []
+        traffic = offloader.prefetcher.total
         for step in range(settings.period + settings.steps):
             if step == settings.period:
                 traffic, step_ms = offloader.prefetcher.total, []
@@ -364,7 +365,7 @@ def _check_disk(folder: str, need: int) -> None:
 def _start(engine: Engine, settings: MillionSettings) -> Any:
     """Fills the cache, and runs a request over it up to its first decode step."""
     random = np.random.default_rng(settings.length)
-    prompt = random.integers(256, size=settings.length + 1, dtype=np.int32)
+    prompt = array("i", random.integers(256, size=settings.length + 1, dtype=np.int32))
     steps = settings.period + settings.steps + 1
     given = random.integers(engine.model.vocab_size, size=steps).tolist()
     pages = fill(engine, settings.length // PAGE_SIZE)
@@ -376,7 +377,7 @@ def _start(engine: Engine, settings: MillionSettings) -> Any:
     # No request holds the pages yet, so layers would become resident again.
     engine.offloader.least = engine.offloader.offloaded
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    sequence = engine.add(array("i", prompt), params, given=given)
+    sequence = engine.add(prompt, params, given=given)
     del prompt
     while not sequence.is_decoding:
         engine.step()

@@ -44,8 +44,8 @@ class Network(plain.Network):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """[T, Hq, D], as in the plain network."""
-        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1)
 
 
@@ -111,7 +111,7 @@ def cacheblend(
         among = len(chunks.ids) - chunks.starts[1] - suffix
         shares = [share] if isinstance(share, float) else share
         number = [math.ceil(part * among) for part in shares]
-        usual = {"lower_right": False, "number": number, "suffix": suffix}
+        usual: dict[str, Any] = {"lower_right": False, "number": number, "suffix": suffix}
         keys, values, logits, _ = published.cacheblend(case.network, chunks, **usual | settings)
         ids = published.generate(case.network, keys, values, logits, _LONGEST)
         return case.judged(ids, logits)

@@ -38,13 +38,13 @@ from keyhole.tokenization import Detokenizer, Prompt, Prompts, one_or_several
 class EngineLoad:
     """A snapshot of an engine.
 
-    waiting: requests that no step has begun. pages_free: pages that hold nothing; pages_known:
+    waiting: requests that no step has begun. pages_free: pages that hold nothing; pages_cached:
     pages of the prefix cache, which are evicted when requests need them.
     """
 
     waiting: int
     pages_free: int
-    pages_known: int
+    pages_cached: int
     offloaded_layers: int
 
 
@@ -53,7 +53,7 @@ def load_of(engine: Engine) -> EngineLoad:
     return EngineLoad(
         waiting=len(engine.scheduler.waiting),
         pages_free=engine.cache.available,
-        pages_known=0 if engine.prefix is None else engine.prefix.num_pages,
+        pages_cached=0 if engine.prefix is None else engine.prefix.num_pages,
         offloaded_layers=0 if engine.offloader is None else engine.offloader.offloaded,
     )
 

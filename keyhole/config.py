@@ -188,7 +188,7 @@ SCALARS: dict[str, tuple[Callable[[object], bool], str, Callable[[Any], Any]]] =
     "int": (lambda value: is_count(value, -(2**63)), "a whole number", int),
     "float": (is_number, "a number", float),
     "bool": (lambda value: isinstance(value, bool), "true or false", bool),
-    "str": (lambda value: isinstance(value, str), "a text", str),
+    "str": (lambda value: isinstance(value, str), "a string", str),
 }
 
 
@@ -266,7 +266,7 @@ class SamplingParams:
     grammar: str | None = setting(
         None, "JSON schema or Lark grammar that the text follows; needs keyhole[serve]"
     )
-    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
+    skip_special_tokens: bool = setting(True, "remove special tokens from the text")
     logprobs: int | None = setting(
         None, "return log-probabilities of the top k tokens and of the chosen one"
     )
@@ -414,7 +414,7 @@ class EngineConfig:
     max_prefill_share: float = setting(
         0.5, "largest share of a step's prompt tokens that one prompt takes while others wait"
     )
-    graphs: bool = setting(True, "replay decode steps as CUDA graphs on a GPU, where possible")
+    graphs: bool = setting(True, "replay decode steps as CUDA graphs (GPU only)")
     max_length: int | None = setting(
         None, "longest sequence, in tokens; None: what the model allows"
     )

@@ -145,7 +145,7 @@ class Lab:
                 settings |= {"memory": memory, "offload": lower}
             llm = LLM(model, policy, **settings)
             if cell.lower:
-                _move_down(llm)
+                _offload_layer(llm)
             return self._answers(llm, cell, rows)
 
     def _answers(self, llm: LLM, cell: Cell, rows: Iterable[int]) -> list[Tensor]:
@@ -221,8 +221,8 @@ def _memory(roomy: LLM, *, stored: bool) -> int:
     return max(model.cache_bytes(pages, below) for below in range(1, len(model.order) + 1))
 
 
-def _move_down(llm: LLM) -> None:
-    """Moves a layer before anything runs: thinned documents might leave room for all of them."""
+def _offload_layer(llm: LLM) -> None:
+    """Offloads a layer before anything runs: reduced documents might leave room for all of them."""
     offloader = llm.engine.offloader
     assert offloader is not None
     offloader.offload_layer(1)

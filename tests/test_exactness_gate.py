@@ -176,8 +176,8 @@ def test_families_with_attention_of_their_own_load_from_a_folder(
         ("qwen4_exp_text", "an indexer that is different"),
         ("blt", "consists of several models"),
         ("openai-gpt", "4 of 4 attention layers of the family 'openai-gpt' compute attention in"),
-        ("doge", "masks tokens by scores that it has learned for them"),
-        ("hrm_text", "reads a prompt in both directions"),
+        ("doge", "masks tokens by learned scores"),
+        ("hrm_text", "uses bidirectional attention over the prompt"),
         ("moshi", "has a window under flash attention"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_file_for_another_depth_is_refused(tmp_path: Path) -> None:
         ("{", "cannot read the settings file"),
         ([], "is not a settings file"),
         ({"settings": {}}, "is not a settings file"),
-        ({"policy": 3}, "policy 3 must be a text"),
+        ({"policy": 3}, "policy 3 must be a string"),
         ({"policy": "quest", "settings": [1]}, "settings [1] must be an object"),
         ({"policy": "quest", "settings": {"token_budget": 1.5}}, "1.5 must be a whole number"),
         ({"policy": "quest", "settings": {"token_budget": None}}, "None must be a whole number"),

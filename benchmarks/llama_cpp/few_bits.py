@@ -64,7 +64,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
             models[form] = _packed(weights, form)
         for context in settings.contexts:
             found: list[Result] = []
-            for name in names or [None]:
+            for name in names or (None,):
                 found += _together(models, settings, context, name, file)
             results += found
             report(found, [])

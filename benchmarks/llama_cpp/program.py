@@ -44,7 +44,11 @@ class LlamaWorker:
     def write(self, path: str, fields: dict[str, Any], tensors: list[dict[str, Any]]) -> Reply:
         """Writes a GGUF file of fields and tensors {name, shape, dtype}; their bytes follow."""
         writer = gguf.GGUFWriter(path, fields.pop("general.architecture"))
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add: dict[type, Callable[[str, Any], None]] = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         for name, value in fields.items():
             add[type(value)](name, value)
         sizes = []

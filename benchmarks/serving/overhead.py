@@ -41,8 +41,10 @@ _BATCHES = (8, 32)
 _HELD = 512
 #: Memory of each KV cache: both engines are in memory.
 _MEMORY = "1GiB"
-_FLAGS = ("--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD), "--no-prefix-cache")
-_FLAGS += ("--memory", _MEMORY, "--no-page")
+_FLAGS = (
+    *("--max-batch", str(max(_BATCHES)), "--max-queue", str(2 * _HELD), "--no-prefix-cache"),
+    *("--memory", _MEMORY, "--no-page"),
+)
 #: Targets: share of the engine's tokens per second, and added milliseconds to the first token.
 _SHARE, _LATER_MS = 0.95, 5.0
 
@@ -71,9 +73,10 @@ def main() -> None:
         line["results"].append(_first_token(llm, address, arguments))
         if arguments.shape is None:  # takes hours with a large model and tests the same server
             line["results"].append(_held(address, arguments))
-    line["bars"] = _bars(line["results"])
-    for bar in line["bars"]:
-        print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
+    line["bars"] = _targets(line["results"])
+    for target in line["bars"]:
+        met = "met" if target["met"] else "MISSED"
+        print(met, target["bar"], f"{target['value']:.3f}", target["wanted"])
     if arguments.output:
         LineFile(arguments.output).add(line)
 
@@ -100,7 +103,8 @@ def _batch(
     llm: LLM, address: str, server: int, count: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Tokens per second of `count` at once, by the engine and over HTTP."""
-    engine, http = [], []
+    engine: list[float] = []
+    http: list[float] = []
     used: dict[str, list[float]] = {"generate": [], "client": [], "server": [], "server_http": []}
     tokens = count * arguments.answer
 
@@ -153,9 +157,9 @@ def _first_token(llm: LLM, address: str, arguments: argparse.Namespace) -> dict[
     for seed in range(arguments.first_tokens + 1):
         (prompt,) = _prompts(llm, 1, arguments.prompt, seed)
         begin = time.perf_counter()
-        next(stream := llm.stream(prompt, _params(2)))
-        engine.append(1e3 * (time.perf_counter() - begin))
-        stream.close()
+        for _ in llm.stream(prompt, _params(2)):
+            engine.append(1e3 * (time.perf_counter() - begin))
+            break  # which frees the request
         found = asyncio.run(load(address, 1, arguments, answer_length="2", seed=seed))
         http.append(found["first_token_ms"]["p50"])
     later = [b - a for a, b in zip(engine[1:], http[1:], strict=True)]
@@ -173,8 +177,8 @@ def _held(address: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "held", "connections": _HELD, **found}
 
 
-def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    bars = []
+def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    targets = []
     for result in results:
         if result["kind"] == "batch":
             name = f"tokens/s over HTTP / by LLM.generate, {result['batch']} streams"
@@ -186,8 +190,8 @@ def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             name, value = "connections held and answered", result["answered"]
             wanted, met = f"= {_HELD}", value == _HELD
-        bars.append({"bar": name, "value": value, "wanted": wanted, "met": met})
-    return bars
+        targets.append({"bar": name, "value": value, "wanted": wanted, "met": met})
+    return targets
 
 
 if __name__ == "__main__":

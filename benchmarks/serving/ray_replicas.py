@@ -102,9 +102,10 @@ def main() -> None:
                     {"server": [alone], "ray": [both], "servers": [alone, second]}, arguments
                 ),
             ]
-    line["bars"] = _bars(line["results"])
-    for bar in line["bars"]:
-        print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.2f}", bar["wanted"])
+    line["bars"] = _targets(line["results"])
+    for target in line["bars"]:
+        met = "met" if target["met"] else "MISSED"
+        print(met, target["bar"], f"{target['value']:.2f}", target["wanted"])
     if arguments.output:
         LineFile(arguments.output).add(line)
 
@@ -244,7 +245,7 @@ def _median(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
 
 
-def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first, throughput = results
     later, ratio = first["later_ms"], throughput["ratio"]
     return [

@@ -42,7 +42,7 @@ async def load(
 
     arguments: `prompt` and `answer`, tokens of each. more: other fields of `ServeSettings`.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "url": address,
         "requests": count,
         "concurrency": count,

@@ -218,7 +218,7 @@ async def idle(session: Any) -> list[str]:
             # Pages of the prefix cache stay until requests need them.
             "pages": float(found["keyhole_pages"])
             - float(found["keyhole_pages_free"])
-            - float(found["keyhole_pages_known"]),
+            - float(found["keyhole_pages_cached"]),
             "documents on their way": sum(
                 float(found.get(f'keyhole_documents{{status="{status}"}}', 0))
                 for status in ("queued", "encoding")

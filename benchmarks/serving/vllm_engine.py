@@ -107,8 +107,8 @@ def start(settings: dict[str, Any]) -> vllm.LLM:
 
 def _page_bytes(config: Any) -> int:
     """Keys and values of a page in all layers, in 16 bits."""
-    heads: int = config.num_hidden_layers * config.num_key_value_heads
-    return 2 * heads * config.head_dim * PAGE_SIZE * 2
+    values: int = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * values * PAGE_SIZE * 2
 
 
 def _fill(worker: Any) -> None:
@@ -192,7 +192,8 @@ class DecodeTimer:
             adapter: Adapter = model_layers(worker.vllm_config)[0].impl.adapter
             return adapter.counters.values
 
-        (found,) = self._llm.collective_rpc(read)
+        counts: list[ReadCounts] = self._llm.collective_rpc(read)
+        (found,) = counts
         return found
 
 

@@ -58,15 +58,16 @@ def main() -> None:
     line["settings"] = vars(arguments)
     largest = max(arguments.batches)
     with engine(arguments, plugin=False) as alone, engine(arguments, plugin=True) as with_plugin:
-        engines = (alone, with_plugin)
         covering = {"full": {"policy": "full"}} | asked(2 * arguments.covered)
+        cases: list[tuple[str, int, int, dict[str, Any]]]
         cases = [("covered", largest, arguments.covered, covering)]
         budgeted = asked(arguments.budget)
         cases += [("budget", n, arguments.context, budgeted) for n in arguments.batches]
-        line["results"] = [compare(*engines, *case, arguments) for case in cases]
-    line["bars"] = _bars(line["results"])
-    for bar in line["bars"]:
-        print("met" if bar["met"] else "MISSED", bar["bar"], f"{bar['value']:.3f}", bar["wanted"])
+        line["results"] = [compare(alone, with_plugin, *case, arguments) for case in cases]
+    line["bars"] = _targets(line["results"])
+    for target in line["bars"]:
+        met = "met" if target["met"] else "MISSED"
+        print(met, target["bar"], f"{target['value']:.3f}", target["wanted"])
     if arguments.output:
         LineFile(arguments.output).add(line)
 
@@ -178,8 +179,8 @@ def compare(
     }
 
 
-def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    bars = []
+def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    targets = []
     for result in results:
         covered = result["kind"] == "covered"
         for one in result["policies"]:
@@ -188,7 +189,7 @@ def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "covered by the budget" if covered else f"budget {one['settings']['token_budget']}"
             )
             ratio = one["ratio"]
-            bars.append(
+            targets.append(
                 {
                     "bar": f"tokens/s with the plugin / of vLLM alone: {where}, {how}",
                     "value": ratio,
@@ -196,7 +197,7 @@ def _bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "met": ratio >= _SHARE if covered else ratio > 1,
                 }
             )
-    return bars
+    return targets
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _device_and_batch(line: Line) -> Hashable:
 
 
 def _model(line: Line) -> Hashable:
-    return line["model"]
+    return str(line["model"])
 
 
 def _processor(line: Line) -> str:

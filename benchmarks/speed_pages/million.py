@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_pages import tables
+from benchmarks.speed_pages.plot import logarithmic_axes
 from keyhole.config import bytes_text
 from keyhole.drawing import FAINT, POLICY_COLORS, SPARE_COLORS, picture
 
@@ -95,18 +96,9 @@ def curve(lines: Sequence[Line], path: Path) -> None:
             color = POLICY_COLORS.get(name, SPARE_COLORS[0])
             look = {"color": color, "linestyle": dashes, "marker": "o", "markersize": 4}
             axis.plot(*zip(*points, strict=True), label=f"{shape}, {system}", linewidth=1.6, **look)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
         lengths = sorted({line["settings"]["length"] for line in found})
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axis.minorticks_off()
-        low, high = axis.get_ylim()
-        marks = [m * 10**e for e in range(-1, 6) for m in (1, 2, 5) if low <= m * 10**e <= high]
-        axis.set_yticks(marks, [f"{n:g}" for n in marks])
-        axis.grid(axis="y")
-        axis.set_axisbelow(True)
+        logarithmic_axes(axis, lengths)
         axis.set_xlabel("tokens in the cache")
-        axis.set_ylabel("milliseconds per step (logarithmic)")
         axis.legend(loc="upper left", frameon=False)
         axis.set_title(f"{found[0]['machine']['cpu']}, {date[:10]}", fontsize=8, color=FAINT)
 

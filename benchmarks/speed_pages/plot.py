@@ -28,20 +28,25 @@ def step_times(line: dict[str, Any], path: Path) -> None:
         for name, points in found.items():
             axis.plot(*zip(*points, strict=True), label=name, linewidth=1.6, **_look(name, found))
         contexts = sorted({context for points in found.values() for context, _ in points})
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
-        axis.minorticks_off()
-        low, high = axis.get_ylim()
-        marks = [m * 10**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10**e <= high]
-        axis.set_yticks(marks, [f"{n:g}" for n in marks])
-        axis.grid(axis="y")
-        axis.set_axisbelow(True)
+        logarithmic_axes(axis, contexts)
         axis.set_xlabel("tokens of context")
-        axis.set_ylabel("milliseconds per step (logarithmic)")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         where = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
         axis.set_title(f"{where}, {line['date'][:10]}", loc="left", fontsize=8, color=FAINT)
+
+
+def logarithmic_axes(axis: Any, tokens: list[int]) -> None:
+    """Scales, ticks and grid for milliseconds per step, which are plotted already, over tokens."""
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axis.minorticks_off()
+    low, high = axis.get_ylim()
+    marks = [m * 10**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10**e <= high]
+    axis.set_yticks(marks, [f"{n:g}" for n in marks])
+    axis.grid(axis="y")
+    axis.set_axisbelow(True)
+    axis.set_ylabel("milliseconds per step (logarithmic)")
 
 
 def _look(name: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def run(model: Model, settings: AdmissionSettings, report: Report) -> dict[str, 
         for method in tqdm(settings.methods, desc="methods", leave=False, disable=None):
             found = _Case(model, settings, method, Path(folder)).result()
             line["results"].append(found)
-            line["bars"] += _bars(found)
+            line["bars"] += _targets(found)
             report([found], [])
     return line
 
@@ -75,7 +75,7 @@ def _check(model: Model, settings: AdmissionSettings) -> None:
     require(settings.prompt + settings.others < longest, what, settings.others, right)
 
 
-def _bars(result: Result) -> list[dict[str, Any]]:
+def _targets(result: Result) -> list[dict[str, Any]]:
     """The target by wall time and, on a CPU, by the CPU time of the process."""
     values = {"longest step": result["longest_ratio"]}
     if result["longest_cpu_ratio"] is not None:

@@ -234,7 +234,10 @@ class OutsideSystem(Protocol):
 class Outside(Protocol):
     """Systems over the same weights in separate processes, measured one after another."""
 
-    names: Collection[str]
+    @property
+    def names(self) -> Collection[str]:
+        """Of the systems."""
+        ...
 
     def write(self, weights: Weights) -> None:
         """Writes the weights for these systems, once."""

@@ -171,12 +171,12 @@ class PageCache:
         CapacityError or ConfigError, with nothing changed, if they cannot be stored there.
         """
         assert layer not in self._stores, f"layer {layer} is there already"
-        upper = self._pages[layer]
-        store = tier.store(upper)
-        lower = store.resized(len(upper))
-        move(upper, lower)
+        resident = self._pages[layer]
+        store = tier.store(resident)
+        offloaded = store.resized(len(resident))
+        move(resident, offloaded)
         self.moves += 1
-        self._pages[layer], self._stores[layer] = lower, store
+        self._pages[layer], self._stores[layer] = offloaded, store
         self.keys, self.values = self._views()
 
     def make_resident(self, layer: int) -> None:
@@ -185,16 +185,16 @@ class PageCache:
         Frees its offloaded memory. CapacityError, with nothing changed, if there is no memory for
         the current number of pages.
         """
-        lower = self._pages[layer]
+        offloaded = self._pages[layer]
         self._settle()
         with _no_room("an offloaded layer could not be made resident again"):
-            shape = self.capacity, *lower.shape[1:]
-            upper = huge_pages.new_empty(self.empty_rows, *shape, most=self._most)
+            shape = self.capacity, *offloaded.shape[1:]
+            resident = huge_pages.new_empty(self.empty_rows, *shape, most=self._most)
         used = self._past_last
-        upper[:used] = lower[:used]
+        resident[:used] = offloaded[:used]
         self.moves += 1
-        del self._stores[layer], lower
-        self._pages[layer] = upper
+        del self._stores[layer], offloaded
+        self._pages[layer] = resident
         self.keys, self.values = self._views()
 
     def pack(self) -> dict[int, int]:

@@ -156,16 +156,16 @@ class PinnedStore:
         return self._tensor
 
 
-def move(upper: Tensor, lower: Tensor) -> None:
-    """Copies pages [count, ...] of a resident layer to `lower`; the contents of `upper` are lost.
+def move(resident: Tensor, offloaded: Tensor) -> None:
+    """Copies pages [count, ...] of a layer to its new tensor; the contents of `resident` are lost.
 
     CPU memory is freed block by block, so that at most one block is held twice at a moment when
     memory is short.
     """
-    step = max(1, BLOCK_BYTES // max(1, upper[:1].nbytes))
-    for start in range(0, len(upper), step):
-        lower[start : start + step] = upper[start : start + step]
-        discard(upper[: start + step])
+    step = max(1, BLOCK_BYTES // max(1, resident[:1].nbytes))
+    for start in range(0, len(resident), step):
+        offloaded[start : start + step] = resident[start : start + step]
+        discard(resident[: start + step])
 
 
 def discard(tensor: Tensor) -> None:

@@ -156,10 +156,10 @@ def measured(
         print(terminal.to_json(line), flush=True)
         file.add(line)  # after the results, which a disk without room must not cost
         return status
-    for bar in line.get("bars", []):
-        met = "met" if bar["met"] else "MISSED"
+    for target in line.get("bars", []):
+        met = "met" if target["met"] else "MISSED"
         met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
-        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
+        print(f"{met}: {target['bar']} is {target['value']:.2f}, target {target['wanted']}")
     file.add(line)
     bandwidth = line.get("read_bytes_per_s")
     speed = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "

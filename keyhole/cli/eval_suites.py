@@ -239,7 +239,8 @@ def _paper_suite(
     require(settings.kv_dtype == "auto", "kv_dtype", settings.kv_dtype, right)
     tasks: list[Task | str] = list(
         answered(
-            parse(settings.tasks, bundled=bundled), "forces a text, which this suite does not do"
+            parse(settings.tasks, bundled=bundled),
+            "uses teacher forcing, which this suite does not support",
         )
     )
     asked = parse(_BUNDLED_DOCUMENTS if bundled else _DOCUMENTS, bundled=bundled)

@@ -105,7 +105,7 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     bundled = flags.has_bundled_vocabulary(arguments.model)
     tasks = parse(settings.tasks, bundled=bundled)
     if settings.text is None and not bundled:
-        answered(tasks, "needs a text of your own: --text FILE")
+        answered(tasks, "needs your own text: --text FILE")
     if settings.text is not None and not any(isinstance(task, str) for task in tasks):
         raise ConfigError(
             f"--text is for the tasks {' and '.join(FORCED)}, but --tasks names neither"

@@ -121,7 +121,8 @@ def _run_chat(arguments: argparse.Namespace) -> int:
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise ConfigError(f"model {llm.engine.model.name!r} has no chat template; use generate")
     about = (
-        f"{llm.engine.model.name}, {terminal.sentence(llm.policy)}; /reset starts anew, /quit exits"
+        f"{llm.engine.model.name}, {terminal.sentence(llm.policy)}; "
+        "/reset starts a new conversation, /quit exits"
     )
     print(about, file=sys.stderr)
     messages: list[dict[str, str]] = []
@@ -145,7 +146,7 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
         result = terminal.answer(llm, llm.submit_chat(messages, params, reuse_generated=True))
     except RequestError as error:
         del messages[-1]
-        terminal.error(f"{error}; /reset starts anew")
+        terminal.error(f"{error}; /reset starts a new conversation")
         return
     stats = result.stats
     if result.finish_reason == "abort" and not result.text:

@@ -242,10 +242,11 @@ class Catalogue:
         free = sum(size for _, size in self._free_records(keep))
         if total + more_bytes - free > limit_bytes:
             raise StorageFullError(
-                f"{bytes_text(more_bytes)} more do not fit into the limit of "
-                f"{bytes_text(limit_bytes)} for documents at {self.place.url!r}: "
-                f"{bytes_text(total - free)} of the {bytes_text(total)} there are texts, or "
-                "records that are pinned or in use; raise limit_bytes, or unpin or remove documents"
+                f"{bytes_text(more_bytes)} more would exceed the limit of "
+                f"{bytes_text(limit_bytes)} for documents at {self.place.url!r}: of the "
+                f"{bytes_text(total)} stored there, {bytes_text(total - free)} cannot be evicted "
+                "(sources, and records that are pinned or in use); raise limit_bytes, or unpin or "
+                "remove documents"
             )
 
     def evict(self, limit_bytes: int, keep: Collection[str]) -> None:

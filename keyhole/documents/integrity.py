@@ -109,7 +109,7 @@ def model_of(fingerprint: Fingerprint) -> str:
     require(bool(fingerprint), "fingerprint", fingerprint, "a mapping with at least one field")
     for name, value in fingerprint.items():
         good = isinstance(name, str) and (isinstance(value, str | bool) or is_number(value))
-        require(good, f"fingerprint field {name!r}:", value, "a text or a finite number")
+        require(good, f"fingerprint field {name!r}:", value, "a string or a finite number")
     return sha256(canonical(dict(fingerprint)))[:_MODEL_DIGITS]
 
 

@@ -409,11 +409,11 @@ def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> R
         raise error
     if header.digest != digest:
         raise RecordError(
-            "damaged", f"its record is of another text, {header.digest[:12]}", digest[:12]
+            "damaged", f"its record belongs to another text, {header.digest[:12]}", digest[:12]
         )
     if not header.is_current:
         raise RecordError(
-            "missing", "its record is of an older version", "a record of this version"
+            "missing", "its record has an older format", "a record in the current format"
         )
     return header
 

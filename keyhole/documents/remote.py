@@ -185,7 +185,7 @@ class RemoteReader:
         for (start, stop), data in zip(full, found, strict=True):
             self.bytes_read += len(data)
             if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes arrived where {stop - start} were requested")
+                raise OSError(f"received {len(data)} bytes instead of {stop - start}")
         parts = iter(found)
         return [bytes(next(parts)) if stop > start else b"" for start, stop in ranges]
 

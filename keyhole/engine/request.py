@@ -115,7 +115,7 @@ def _why_not(
     if policy.wants_head and not has_head:
         return f"it needs a retrieval head, which was not loaded; {start}"
     if policy.wants_head and getattr(policy, "head", None) not in (None, _head(own)):
-        return f"the LLM runs the retrieval head of {_head(own) or 'the model'!r}; leave head out"
+        return f"the LLM runs the retrieval head of {_head(own) or 'the model'!r}; omit head"
     if policy.wants_gate and not own.wants_gate:
         return f"it needs a gate, which was not loaded; {start}"
     return _why_not_kept(policy, own, geometry) or (
@@ -132,10 +132,10 @@ def _why_not_kept(policy: Policy, own: Policy, geometry: Geometry) -> str | None
     if kept and page_data(geometry, policy, None) != page_data(geometry, own, None):
         return (
             f"with these settings it keeps {_listed(kept)} of another shape with every page; "
-            f"{start} and these settings, or leave these settings as they are"
+            f"{start} and these settings, or omit them from the request"
         )
     if policy.wants_gate and _gate(policy) not in (None, _gate(own)):
-        return f"the LLM has the gate of {_gate(own) or 'the model'!r}; leave gate out"
+        return f"the LLM has the gate of {_gate(own) or 'the model'!r}; omit gate"
     return None
 
 
@@ -147,8 +147,8 @@ def _why_not_offloaded(
     if dense:
         shown = ", ".join(map(str, sorted(dense)))
         return (
-            f"it reads all keys of layers {shown}, which may be offloaded; leave offload= out, or "
-            "take a policy that selects in these layers"
+            f"it reads all keys of layers {shown}, which may be offloaded; omit offload=, or use "
+            "a policy that selects in these layers"
         )
     budget = getattr(policy, "token_budget", None) or 0
     if budget > memory.token_budget:

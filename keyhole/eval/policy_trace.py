@@ -134,10 +134,10 @@ class Trace:
         if step is not self._step:  # None may differ from step to step, because pages are evicted
             self._step, self._shared = step, None
         left = step.retained
-        thinned = (left or step).kept_tokens
-        if thinned is not None:
+        kept = (left or step).kept_tokens
+        if kept is not None:
             selection = (
-                thinned.selection(layer) if selection is None else thinned.within(layer, selection)
+                kept.selection(layer) if selection is None else kept.within(layer, selection)
             )
         if self._shared is None or selection is not self._shared[0]:
             self._shared = selection, read_of(selection, left, step.page_size)

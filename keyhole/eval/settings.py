@@ -20,7 +20,7 @@ which then goes through the policy token by token, as the answer does (B).
 """
 
 FORCED = ("perplexity", "attention_recall")
-"""Tasks that force a text through decode steps."""
+"""Tasks that are scored by teacher forcing."""
 
 TASKS = "passkey,qa_2,derive"
 """The default: one fact, two facts, and facts that the model itself has written."""

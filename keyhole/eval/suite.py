@@ -419,7 +419,7 @@ def _tuned(
 def make_workloads(
     parsed: Sequence[Task | str], text: str | None, model: Model, first_seed: int = 0
 ) -> list[Workload]:
-    """A workload for each task of `tasks.parse`; text: the file for tasks that force a text.
+    """A workload for each task of `tasks.parse`; text: the file for teacher-forced tasks.
 
     first_seed: the number of the first sample, or of the first window of a text. Without a text,
     tasks that force one use derivations in the vocabulary of the bundled model. ConfigError for a

@@ -34,7 +34,7 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
-from keyhole.config import is_count, require, require_known
+from keyhole.config import require_counts, require_known
 from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.run import as_stored, model_digest, require_length
@@ -188,7 +188,7 @@ class PressCell:
     samples: int
 
     def __post_init__(self) -> None:
-        require(is_count(self.samples), "samples", self.samples, "at least 1")
+        require_counts(self, "samples")
         require_known("setup", self.setup, SETUPS)
 
 
@@ -354,7 +354,7 @@ def _cells(arguments: argparse.Namespace) -> Iterator[PressCell]:
     ]
     bundled = is_tiny(arguments.model)
     parsed = parse(arguments.tasks, bundled=bundled)
-    tasks = answered(parsed, "forces a text, which is not supported with presses")
+    tasks = answered(parsed, "uses teacher forcing, which is not supported with presses")
     lengths = _numbers(arguments.lengths, "--lengths")
     setups = [part.strip() for part in arguments.setup.split(",")]
     for task, length, setup, press in itertools.product(tasks, lengths, setups, made):

@@ -49,11 +49,11 @@ _ENCODERS = {
 
 #: Families whose attention Keyhole does not compute, and what it does.
 _OTHER_ATTENTION = {
-    "doge": "masks tokens by scores that it has learned for them",
-    "hrm_text": "reads a prompt in both directions",
+    "doge": "masks tokens by learned scores",
+    "hrm_text": "uses bidirectional attention over the prompt",
     "moshi": "has a window under flash attention, and none under transformers' eager attention",
-    "reformer": "attends to tokens of the same hash",
-    "xlnet": "reads a text in both directions",
+    "reformer": "attends only to tokens with the same hash",
+    "xlnet": "uses bidirectional attention",
 }
 
 #: Sizes that a config may contain; each is at least 1.
@@ -74,25 +74,24 @@ def check(config: Any, name: str) -> None:
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"model {name!r} ({family}) is an encoder-decoder model; Keyhole runs decoders, which "
-            "continue a text"
+            f"model {name!r} ({family}) is an encoder-decoder model; Keyhole runs "
+            "decoder-only models"
         )
     if family in _ENCODERS:
         raise ModelError(
-            f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}): every token sees the "
-            "whole text; Keyhole runs decoders, which continue a text"
+            f"model {name!r} ({family}) is an encoder ({_ENCODERS[family]}) with "
+            "bidirectional attention; Keyhole runs decoder-only models"
         )
     _check_attention(config, name)
     kinds = set(_kinds(config) or ()) - _ATTENTION - _RECURRENT - _STATELESS
     if kinds:
         unknown = ", ".join(sorted(kinds))
         raise ModelError(
-            f"model {name!r} ({family}) has layers of a kind that Keyhole does not know: {unknown}"
+            f"model {name!r} ({family}) has layer types that Keyhole does not know: {unknown}"
         )
     if set(_kinds(config) or ()) & _INDEXED and getattr(config, "index_topk", None) is None:
         raise ModelError(
-            f"model {name!r} ({family}) selects tokens by an indexer that is different from "
-            "DeepSeek-V3.2's"
+            f"model {name!r} ({family}) selects tokens with an indexer other than DeepSeek-V3.2's"
         )
     if _varies(config) and getattr(config.per_layer_config[0], "kv_lora_rank", None) is not None:
         raise ModelError(
@@ -111,7 +110,7 @@ def check(config: Any, name: str) -> None:
         only = ", ".join(sorted(set(_kinds(config) or ())))
         raise ModelError(
             f"model {name!r} ({family}) has no attention layers, only {only}: its recurrent "
-            "state has a fixed size, and no keys to select"
+            "state has a fixed size, so there are no keys to select"
         )
 
 
@@ -122,7 +121,7 @@ def _check_attention(config: Any, name: str) -> None:
     if family == "falcon" and config.alibi:
         other = "adds ALiBi twice under transformers' eager attention and once under its sdpa"
     if getattr(config, "rel_extent", None) is not None:
-        other = "adds a learned bias for each distance of two tokens to the scores of attention"
+        other = "adds a learned bias per relative position to attention scores"
     if other is not None:
         raise ModelError(f"model {name!r} ({family}) {other}, which Keyhole does not compute")
 

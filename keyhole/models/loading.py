@@ -407,7 +407,7 @@ def _require_dtype(dtype: torch.dtype | None, name: str) -> None:
     if dtype is not None and dtype not in _DTYPES.values():
         right = ", ".join(repr(known) for known in _DTYPES if known != "auto")
         raise ModelError(
-            f"the weights of {name!r} are in {str(dtype).removeprefix('torch.')}: give dtype= as "
+            f"the weights of {name!r} are in {str(dtype).removeprefix('torch.')}; set dtype= to "
             f"one of {right}"
         )
 

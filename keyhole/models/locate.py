@@ -227,20 +227,22 @@ def _base_of(adapter: Path, origin: Origin) -> ModelFiles:
         base, revision = written["base_model_name_or_path"], written.get("revision")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{str(path)!r} names no model that the adapter is for: {one_line(error)}"
+            f"{str(path)!r} does not name the base model of the adapter: {one_line(error)}"
         ) from error
     if base == str(adapter):
-        raise ModelError(f"{str(path)!r} names its own folder as the model that it is for")
+        raise ModelError(f"{str(path)!r} names its own folder as the base model")
     try:
         revision = None if Path(named(base)).exists() else revision
         found = locate(base, replace(origin, revision=revision, subfolder=None))
     except (ConfigError, ModelError) as error:
         raise ModelError(
-            f"the adapter {str(adapter)!r} is for the model {base!r}, which is not found: {error}; "
-            f"name the right one as base_model_name_or_path in its {ADAPTER}"
+            f"the base model {base!r} of the adapter {str(adapter)!r} cannot be found: {error}; "
+            f"correct base_model_name_or_path in its {ADAPTER}"
         ) from error
     if found.has_adapter or found.adapter is not None:
-        raise ModelError(f"the adapter {str(adapter)!r} is for {base!r}, which is an adapter, too")
+        raise ModelError(
+            f"the base model {base!r} of the adapter {str(adapter)!r} is an adapter, too"
+        )
     return replace(found, adapter=adapter)
 
 

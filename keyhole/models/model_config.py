@@ -47,7 +47,7 @@ _SAME_FAMILY = {
 #: Fields of a quantisation that list modules which are not quantised.
 _EXCEPTIONS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
 
-#: Models that are not causal language models for text alone: the prompt is read in both directions.
+#: Models that are not causal: attention over the prompt is bidirectional.
 _NOT_CAUSAL = {"paligemma", "pi0"}
 
 #: Fields that the language model has from the whole one, where it has none of its own.

@@ -228,7 +228,8 @@ def _shrink_heads(config: Any) -> None:
     """Numbers and sizes of heads; the ratio of query to KV heads stays, up to 4."""
     if not hasattr(config, "num_attention_heads"):  # RWKV, xLSTM
         raise ModelError(
-            "it has no attention heads: its recurrent state has a fixed size, and no keys to select"
+            "it has no attention heads: its recurrent state has a fixed size, so there are no keys "
+            "to select"
         )
     heads = int(config.num_attention_heads)
     kv_name = "num_kv_heads" if config.model_type == "falcon" else "num_key_value_heads"

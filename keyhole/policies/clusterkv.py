@@ -44,7 +44,7 @@ import numpy as np
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies import base
 from keyhole.policies.base import Policy, Selection, Step
 
@@ -106,7 +106,7 @@ class ClusterKV(Policy):
         budget = self.token_budget
         require(is_count(budget), "token_budget", budget, "at least 1")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.cluster_size), "cluster_size", self.cluster_size, "at least 1")
+        require_counts(self, "cluster_size")
         good = self.num_clusters is None or is_count(self.num_clusters)
         require(good, "num_clusters", self.num_clusters, "at least 1")
         right = "one of " + ", ".join(_GENERATED)

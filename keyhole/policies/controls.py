@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step, always_read
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SlidingWindow(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the budget."""
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_counts(self, "token_budget")
         return self
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
@@ -160,7 +160,7 @@ class Oracle(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the budget."""
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_counts(self, "token_budget")
         return self
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base, selection_layers
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
@@ -91,7 +91,7 @@ class Delta(Policy):
         recent = max(1, pages // 8) if self.recent_pages is None else self.recent_pages
         right = f"from 1 to {pages}, the pages in token_budget {self.token_budget}"
         require(is_count(recent) and recent <= pages, "recent_pages", recent, right)
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_counts(self, "sink_size", least=0)
         always = (base.whole_entries(self.sink_size, size) + recent) * size
         right = f"at least {always}: sink_size {self.sink_size} and {recent} recent_pages of {size}"
         require(pages * size >= always, "token_budget", self.token_budget, right)

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies.base import Policy, PromptQueries, Selection, Step
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class InfLLM(Policy):
         right = f"at least one page of {page} tokens"
         require(is_count(budget, page), "token_budget", budget, right)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_counts(self, "sink_size", least=0)
         block = self.block_size
         if block is None:
             block = max(page, min(64, budget // 8) // page * page)

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies import base, selection_layers
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 
@@ -88,7 +88,7 @@ class OmniKV(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the filter layers, as given or scaled to the depth, and those after them."""
-        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_counts(self, "token_budget")
         base.always_read(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.filter_layers

@@ -42,7 +42,7 @@ import numpy as np
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
 from keyhole.policies.base import LowRank, Policy, Selection, Step
@@ -99,7 +99,7 @@ class ShadowKV(Policy):
         window = max(1, min(32 // chunk, count // 8)) * chunk if window is None else window
         require(is_count(outliers, 0), "outlier_chunks", outliers, "at least 0")
         require(is_count(window), "window_size", window, "at least 1")
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_counts(self, "sink_size", least=0)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         settled = dataclasses.replace(
             self, chunk_size=chunk, outlier_chunks=outliers, window_size=window

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
 from keyhole.policies.base import HeadWeights, Policy, Selection, Step
@@ -70,14 +70,14 @@ class SpeContext(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that sinks, window and the tokens between refreshes fit into the budget."""
-        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_counts(self, "token_budget")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require(is_count(self.sink_size, 0), "sink_size", self.sink_size, "at least 0")
+        require_counts(self, "sink_size", least=0)
         window = self.window_size
         if window is None:
             window = max(1, min(64, self.token_budget // 4))
         require(is_count(window), "window_size", window, "at least 1")
-        require(is_count(self.refresh_every), "refresh_every", self.refresh_every, "at least 1")
+        require_counts(self, "refresh_every")
         least = self.sink_size + window + self.refresh_every - 1
         right = (
             f"at least {least}: sink_size {self.sink_size}, window_size {window} and the tokens "

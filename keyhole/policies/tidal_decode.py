@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, require_layers_of, setting
+from keyhole.config import require_counts, require_layers_of, setting
 from keyhole.policies import base
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
 from keyhole.policies.selection_layers import dense, nearest, served, settled
@@ -80,7 +80,7 @@ class TidalDecode(Policy):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the selection layers: as given, or scaled to the depth."""
-        require(is_count(self.token_budget), "token_budget", self.token_budget, "at least 1")
+        require_counts(self, "token_budget")
         base.always_read(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         layers = self.selection_layers

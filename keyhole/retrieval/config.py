@@ -69,7 +69,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         require_counts(self, "vocab_size", "hidden_size", "num_heads", "num_kv_heads")
         require_counts(self, "trained_length", "head_dim")
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for RoPE turns pairs")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even: RoPE rotates pairs")
         whole = self.num_heads % self.num_kv_heads == 0
         require(
             whole, "num_heads", self.num_heads, f"a multiple of num_kv_heads {self.num_kv_heads}"

@@ -55,7 +55,7 @@ class LoadGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Their state now."""
         load = self._load()
-        values = (load.waiting, load.pages_free, load.pages_known, load.offloaded_layers)
+        values = (load.waiting, load.pages_free, load.pages_cached, load.offloaded_layers)
         for (name, text), value in zip(_LOAD.items(), values, strict=True):
             yield GaugeMetricFamily(f"keyhole_{name}", text, value=value)
 
@@ -63,7 +63,7 @@ class LoadGauges(Collector):
 _LOAD = {
     "requests_waiting": "requests in the queue",
     "pages_free": "free pages of the KV cache",
-    "pages_known": "pages of cached prefixes, evicted when requests need them",
+    "pages_cached": "pages of cached prefixes, evicted when requests need them",
     "offloaded_layers": "layers whose KV cache is offloaded",
 }
 

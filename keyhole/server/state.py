@@ -73,8 +73,8 @@ class Admission:
         if self.running + count > self._limit:
             raise ApiError(
                 429,
-                f"{self.running} completions are running or waiting, and at most {self._limit} "
-                "may be; try again later",
+                f"{self.running} completions are running or waiting, and the limit is "
+                f"{self._limit}; try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": "1"},

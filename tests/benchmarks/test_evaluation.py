@@ -9,8 +9,10 @@ import pytest
 import keyhole
 from benchmarks import evaluation
 from benchmarks.results_page.cells import ASKED, BUDGETS
+from benchmarks.results_page.first_error import FirstError
 from keyhole.eval.line_file import LineFile
 from keyhole.eval.methods import FULL, Budget, Method
+from keyhole.eval.policy_trace import Recorded, Trace
 from keyhole.models.loading import load
 from keyhole.policies import available_policies
 
@@ -89,6 +91,25 @@ def test_prompts_are_read_with_a_head_if_a_cell_wants_one() -> None:
     line = {"task": "tiny_derive", "length": 256, "method": head.label, "budget": 64, "samples": 2}
     found = evaluation.readers_first(cells, [line])
     assert [cells.index(cell) for cell in found] == [0, 1, 2, 5, 3, 4]
+
+
+def test_an_answer_that_is_wrong_from_its_first_word_has_no_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill wrote that word, so no layer was sparse, and a map of layer None stopped the run."""
+    line = dict.fromkeys(("setup", "settings", "fingerprint", "method", "samples"))
+    line |= {"task": "tiny_derive", "length": 256, "policy": "sliding_window", "budget": 32}
+    nothing = dict.fromkeys(("needed", "tokens_back", "step", "read", "read_before"))
+    first = FirstError(
+        seed=7, word=0, right="a", written="b", kind="copied", sparse_layers=(),
+        recorded=Recorded(Trace([]), 256, "b"), **nothing,
+    )  # fmt: skip
+    monkeypatch.setattr(evaluation, "_wrong", lambda _: [(line, [7])])
+    monkeypatch.setattr(evaluation.first_error, "find", lambda *_, **__: first)
+    model, file = load(keyhole.tiny(), "cpu"), LineFile(tmp_path / "a.jsonl")
+    (found,) = evaluation.examine_errors(model, file, LineFile(tmp_path / "errors.jsonl"), "")
+    assert [one["seed"] for one in found["found"]] == [7]
+    assert "map" not in found
 
 
 @pytest.mark.slow

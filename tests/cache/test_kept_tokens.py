@@ -1,4 +1,4 @@
-"""What layers have of thinned prompts, against sets of Python."""
+"""What layers keep of prompts, against sets of Python."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _lists(selection: Selection) -> list[list[list[int]]]:
 
 
 def _view(batch: list[tuple[Tensor | None, int]], slots: list[int]):  # type: ignore[no-untyped-def]
-    thinned = KeptTokenTable(LAYERS, 8, torch.device("cpu"), shares=False)
+    table = KeptTokenTable(LAYERS, 8, torch.device("cpu"), shares=False)
     # What stood in a slot before must not be seen.
-    thinned.set(slots[0], torch.zeros(LAYERS, 30, dtype=torch.bool))
-    thinned.clear(slots[0])
+    table.set(slots[0], torch.zeros(LAYERS, 30, dtype=torch.bool))
+    table.clear(slots[0])
     for (kept, _), slot in zip(batch, slots, strict=True):
         if kept is not None:
-            thinned.set(slot, kept)
-    return thinned.rows(slots, [length for _, length in batch], torch.device("cpu"))
+            table.set(slot, kept)
+    return table.rows(slots, [length for _, length in batch], torch.device("cpu"))
 
 
 @given(rows(), st.permutations(range(8)), st.sampled_from([None, 1, 3, 50]))
@@ -164,13 +164,13 @@ def test_a_page_is_there_if_any_of_it_is(
 
 
 def test_slots_of_unpaged_keys_belong_to_the_last_prompt() -> None:
-    thinned = KeptTokenTable(LAYERS, 3, torch.device("cpu"), shares=True)
+    table = KeptTokenTable(LAYERS, 3, torch.device("cpu"), shares=True)
     kept = torch.ones(LAYERS, 30, dtype=torch.bool)
     for slot in (0, 1, 2):
-        thinned.set(slot, kept, None, torch.arange(30, dtype=torch.int32))
-    thinned.set(0, kept[:, :4], None, torch.tensor([-1, 8, 9, -1], dtype=torch.int32))
-    thinned.clear(1)
-    view = thinned.rows([0, 1, 2], [35, 35, 35], torch.device("cpu"))
+        table.set(slot, kept, None, torch.arange(30, dtype=torch.int32))
+    table.set(0, kept[:, :4], None, torch.tensor([-1, 8, 9, -1], dtype=torch.int32))
+    table.clear(1)
+    view = table.rows([0, 1, 2], [35, 35, 35], torch.device("cpu"))
     assert view.unpaged is not None
     assert view.unpaged.tolist() == [[-1, 8, 9] + [-1] * 27, [-1] * 30, list(range(30))]
 

@@ -377,11 +377,11 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.finished: list[str] = []
-        exchange = ResidentBuffer.load_missing
+        load_missing = ResidentBuffer.load_missing
 
         def late(buffer: ResidentBuffer, *operands: Any) -> Resident:
             assert self.open.wait(60)
-            resident = exchange(buffer, *operands)
+            resident = load_missing(buffer, *operands)
             self.finished.append(threading.current_thread().name)
             return resident
 
@@ -469,7 +469,7 @@ def test_a_choice_other_than_announced_is_loaded_after_it(monkeypatch: pytest.Mo
 
 def test_a_failed_copy_raises_in_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world()
-    exchange = ResidentBuffer.load_missing
+    load_missing = ResidentBuffer.load_missing
 
     def fails(*_: Any) -> Resident:
         raise MemoryError("no room")
@@ -482,7 +482,7 @@ def test_a_failed_copy_raises_in_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         world.loads.wait(0, selection)
     assert isinstance(world.loads._loads[1].result.exception(60), MemoryError)
     # The step is given up; the next one begins as if nothing had been.
-    monkeypatch.setattr(ResidentBuffer, "load_missing", exchange)
+    monkeypatch.setattr(ResidentBuffer, "load_missing", load_missing)
     assert step(world, [1, 2]).misses > 0
     world.loads.close()
 

@@ -29,11 +29,11 @@ class Streams:
             torch.Tensor, "record_stream", lambda _, name: self.log.append(f"kept {name}")
         )
         loads._stream = "side"  # type: ignore[assignment]
-        exchange = ResidentBuffer.load_missing
+        load_missing = ResidentBuffer.load_missing
 
         def told(buffer: ResidentBuffer, *operands: Any) -> Resident:
             self.log.append(f"{self.name} copies")
-            return exchange(buffer, *operands)
+            return load_missing(buffer, *operands)
 
         patch.setattr(ResidentBuffer, "load_missing", told)
 

@@ -282,7 +282,7 @@ MISTAKES = [
     ("eval --output .", "--output '.' is a folder; name a file"),
     ("eval --output nowhere/lines.jsonl", "--output 'nowhere/lines.jsonl': there is no folder"),
     ("eval --output lines --html lines", "--output and --html name the same file, 'lines'"),
-    ("eval --model nowhere --tasks perplexity", "task perplexity needs a text of your own: --text"),
+    ("eval --model nowhere --tasks perplexity", "task perplexity needs your own text: --text"),
     ("eval --suite attention --tasks passkey", "--tasks cannot be used with --suite attention"),
     ("eval --suite attention --dry-run", "--dry-run cannot be used with --suite attention"),
     ("eval --dry-run", "--dry-run cannot be used with --suite tasks"),

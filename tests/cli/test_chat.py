@@ -62,7 +62,7 @@ def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(path: str,
     assert ran.status == 0
     assert ran.out == "".join(f"{answer}\n" for answer in answers(path))
     assert "error: the prompt has" in ran.err
-    assert "/reset starts anew" in ran.err
+    assert "/reset starts a new conversation" in ran.err
 
 
 def test_a_model_without_a_chat_template_is_refused(

@@ -237,7 +237,7 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
         (("--tasks", "passkey:depth=deep"), "passkey:depth 'deep' must be a number"),
         (("--tasks", "passkey:depth=2"), "depth 2.0 must be"),
         (("--tasks", "passkey:depth"), "'passkey:depth' must be a name, or a name with"),
-        (("--tasks", "perplexity"), "task perplexity needs a text of your own: --text FILE"),
+        (("--tasks", "perplexity"), "task perplexity needs your own text: --text FILE"),
         (("--policies", "qest"), "unknown policy 'qest'; did you mean 'quest'?"),
         (("--policies", "quest:budget=1"), "unknown setting of policy quest 'budget'"),
         (("--budgets", "0"), "budget '0' must be a number of tokens, at least 1, or a share"),

@@ -241,7 +241,7 @@ def test_questions_over_documents_that_are_left_out_are_said(
         (("--html", "no/page.html"), "--html 'no/page.html': there is no folder 'no'"),
         (("--lengths", "8192"), "length 8192 is more than the 4096 tokens that llama-0 takes"),
         (("--lengths", "64"), "no task has texts of 64 tokens"),
-        (("--tasks", "perplexity"), "task perplexity forces a text, which this suite does not do"),
+        (("--tasks", "perplexity"), "task perplexity uses teacher forcing, which this suite"),
         (("--terms", "tuned"), "terms 'tuned' must be given, equal or published"),
     ],
 )

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from keyhole.documents.index import Index
-from keyhole.documents.record import HeadRecord, check_tensors, read_header, serialise
+from keyhole.documents.record import (
+    DocumentRecord,
+    HeadRecord,
+    Span,
+    check_tensors,
+    read_header,
+    serialise,
+)
 from keyhole.documents.storage import LocalReader
 from keyhole.documents.store import DocumentStore, RecordError, StoredDocument
 from keyhole.errors import CapacityError, ConfigError, UnknownNameError
@@ -214,7 +221,7 @@ def test_a_damaged_record_is_named_and_encoded_again(
 def test_a_record_under_the_name_of_another_is_named(store: DocumentStore) -> None:
     file = record_of(store, "a")
     file.write_bytes(record_of(store, "b").read_bytes())
-    with pytest.raises(RecordError, match="document 'a': its record is of another text"):
+    with pytest.raises(RecordError, match="document 'a': its record belongs to another text"):
         store.open("a")
     other = DocumentStore(file.parents[1], MODEL | {"revision": "x"})
     other.add("b", "two", make_record(2))
@@ -334,18 +341,27 @@ def test_a_record_that_another_program_cuts_is_an_error(store: DocumentStore) ->
             document.rows(2, 0, document.length)
 
 
-@pytest.mark.parametrize("name", ["layers.1.keys", "layers.2.values", "heads.head.keys"])
-def test_a_value_that_flips_is_not_answered_from(store: DocumentStore, name: str) -> None:
-    """Before the record is opened and after it; blocks beside the changed one are read."""
+def add_with_head(store: DocumentStore) -> DocumentRecord:
+    """Adds document "c", with keys of a retrieval head."""
     record = make_record(7)
     record.heads["head"] = HeadRecord(
         record.layers[0].keys[..., :4].clone(), torch.ones(4).bfloat16()
     )
     store.add("c", "text c", record)
+    return record
+
+
+def span_of(store: DocumentStore, document: str, tensor: str) -> Span:
+    with closing(LocalReader(record_path(store, document))) as reader:
+        return read_header(reader).spans[tensor]
+
+
+@pytest.mark.parametrize("name", ["layers.1.keys", "layers.2.values", "heads.head.keys"])
+def test_a_value_that_flips_is_not_answered_from(store: DocumentStore, name: str) -> None:
+    """Before the record is opened and after it; blocks beside the changed one are read."""
+    add_with_head(store)
     checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
-    path = record_path(store, "c")
-    with closing(LocalReader(path)) as reader:
-        span = read_header(reader).spans[name]
+    path, span = record_path(store, "c"), span_of(store, "c", name)
     row = (span.stop - span.start) // span.shape[0]
 
     def read(document: StoredDocument, start: int, stop: int) -> object:
@@ -370,15 +386,9 @@ def test_a_value_that_flips_is_not_answered_from(store: DocumentStore, name: str
 
 @pytest.mark.parametrize("name", ["layers.1.extreme_keys", "heads.head.last"])
 def test_other_values_are_checked_as_a_whole(store: DocumentStore, name: str) -> None:
-    record = make_record(7)
-    record.heads["head"] = HeadRecord(
-        record.layers[0].keys[..., :4].clone(), torch.ones(4).bfloat16()
-    )
-    store.add("c", "text c", record)
+    record = add_with_head(store)
     checking = DocumentStore(store._catalogue.place.url, MODEL, check="read")
-    path = record_path(store, "c")
-    with closing(LocalReader(path)) as reader:
-        span = read_header(reader).spans[name]
+    path, span = record_path(store, "c"), span_of(store, "c", name)
     with checking.open("c") as document:
         assert same(document, record)
         flip(path, span.start)

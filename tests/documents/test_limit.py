@@ -84,7 +84,7 @@ def test_a_pinned_record_stays(place: str | Path, size: int) -> None:
     fill(store, 1, 2, 3)
     assert encoded(store) == "03"
     store.pin("3")
-    with pytest.raises(CapacityError, match=r"do not fit into the limit of .* pinned or in use"):
+    with pytest.raises(CapacityError, match=r"would exceed the limit of .* pinned or in use"):
         fill(store, 4)
     assert encoded(store) == "03"
     assert [info.name for info in store.list()] == list("0123")
@@ -295,5 +295,5 @@ def test_a_store_beyond_its_limit_may_shrink(place: str | Path) -> None:
     info = small.add("0", "text 1", make_record(1), overwrite=True)
     assert info.encoded
     assert info.size_bytes < large
-    with pytest.raises(CapacityError, match=r"KiB more do not fit into the limit of 1000 B"):
+    with pytest.raises(CapacityError, match=r"KiB more would exceed the limit of 1000 B"):
         small.add("0", "text 0", make_record(0, n=300), overwrite=True)

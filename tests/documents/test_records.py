@@ -75,10 +75,10 @@ def test_a_record_of_an_older_version_is_refused_and_written_anew_when_added_aga
     with monkeypatch.context() as patch:
         patch.setattr(record_module, "_STATISTICS", "2")
         store.add("x", "text", make_record())
-    with pytest.raises(RecordError, match=r"'x': its record is of an older version; .*repair=True"):
+    with pytest.raises(RecordError, match=r"'x': its record has an older format; .*repair=True"):
         store.open("x")
     [problem] = store.verify()
-    assert (problem.kind, problem.what) == ("missing", "its record is of an older version")
+    assert (problem.kind, problem.what) == ("missing", "its record has an older format")
     assert store.stored("x", "text") is None
     new = make_record()
     store.add("x", "text", new)

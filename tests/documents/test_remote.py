@@ -294,7 +294,7 @@ def test_too_few_bytes_are_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch
     real = MemoryFileSystem.cat_file
     with store.open("x") as stored:
         monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *a, **n: real(*a, **n)[:-1])
-        with pytest.raises(RecordError, match="18431 bytes arrived where 18432 were requested"):
+        with pytest.raises(RecordError, match="received 18431 bytes instead of 18432"):
             stored.rows(2, 19_000, 19_500)
 
 

@@ -151,8 +151,8 @@ def test_a_dict_changes_the_settings_as_they_were_given(model: Model) -> None:
         ("shadowkv", {"chunk_size": 2}, "of another shape.*policy='shadowkv' and these settings"),
         ("delta", "spe_context", "retrieval head, which was not loaded; start the LLM with"),
         ("delta", "seer_attention_r", "it needs a gate, which was not loaded; start the LLM with"),
-        ("seer_attention_r", {"gate": "elsewhere"}, "the gate of 'the model'; leave gate out"),
-        ("spe_context", {"head": "elsewhere"}, "retrieval head of 'the model'; leave head out"),
+        ("seer_attention_r", {"gate": "elsewhere"}, "the gate of 'the model'; omit gate"),
+        ("spe_context", {"head": "elsewhere"}, "retrieval head of 'the model'; omit head"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_queued(

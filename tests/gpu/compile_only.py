@@ -6,7 +6,7 @@ capability 9.0 (or of 10.0 with KEYHOLE_COMPUTE_CAPABILITY=100), and computes no
 test nothing counts but that. At the end every kernel of the files that were imported must have been
 compiled.
 
-    KEYHOLE_COMPILE_ONLY=all python -m pytest -p tests.gpu.compile_only \\
+    KEYHOLE_COMPILE_ONLY=all python -m pytest -W default -p tests.gpu.compile_only \\
         tests/gpu/test_kernels.py tests/gpu/test_moves.py tests/gpu/test_projections.py
 
 With `few` instead of `all` each in one shape, in half a minute.

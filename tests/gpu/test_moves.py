@@ -1,4 +1,4 @@
-"""The Triton kernels that move and turn, equal to their twins: append, rotate, rotary, exchange."""
+"""The Triton kernels that move and rotate, equal to their twins."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_rotate(dtype: torch.dtype, pairs: int, last: bool) -> None:
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("dim", [20, 64])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_rotary(dtype: torch.dtype, dim: int, batch: int) -> None:
+def test_apply_rope(dtype: torch.dtype, dim: int, batch: int) -> None:
     """Heads as a model has them, a view of tokens' rows; angles of each text, or of all."""
     random = torch.Generator().manual_seed(dim)
 

@@ -154,7 +154,7 @@ def test_what_is_there_is_not_measured_again(
         ("--presses snapkv:window_size=x", "'snapkv:window_size=x' must be numbers, true or false"),
         (
             "--presses tova --tasks passkey,perplexity",
-            "task perplexity forces a text, which is not",
+            "task perplexity uses teacher forcing, which is not",
         ),
         ("--budgets 65,12", "budget 12 must be a whole number of tokens, at least 65 for snapkv"),
         ("--budgets 1/8", "--budgets '1/8' must be whole numbers"),

@@ -63,7 +63,7 @@ class World:
         token = self.tokens[row, head, position]
         return torch.cat([token[:6], token[:4]]) if self.shared else token
 
-    def lower(self, lengths: dict[int, int]) -> tuple[Tensor, Tensor]:
+    def offloaded(self, lengths: dict[int, int]) -> tuple[Tensor, Tensor]:
         """All tokens before the newest one in their pages, NaN elsewhere."""
         width = self.size * (6 if self.shared else 11)
         stored = torch.full((self.table.numel(), self.heads, width), torch.nan).to(self.dtype)
@@ -83,9 +83,11 @@ class World:
         index = page, head, token % self.size
         return torch.cat([self.keys[index], self.values[index]])
 
-    def exchange(self, lengths: dict[int, int], selection: Selection) -> tuple[Selection, Tensor]:
+    def load_missing(
+        self, lengths: dict[int, int], selection: Selection
+    ) -> tuple[Selection, Tensor]:
         rows = list(lengths)
-        keys, values = self.lower(lengths)
+        keys, values = self.offloaded(lengths)
         return kernels.load_missing(
             self.entries,
             self.keys,
@@ -150,7 +152,7 @@ def test_a_buffer_holds_what_is_selected_and_only_the_difference_is_copied(
         lists = draw_lists(data, world, lengths)
         others = [r for r in range(ROWS) if r not in rows]
         untouched = world.entries[others].clone()
-        found, moved = world.exchange(lengths, as_selection(lists, world.places, unit))
+        found, moved = world.load_missing(lengths, as_selection(lists, world.places, unit))
         assert torch.equal(world.entries[others], untouched)
         assert found.unit == unit
         for b, row in enumerate(rows):
@@ -199,7 +201,7 @@ def test_it_is_what_its_twin_does(world: World, data: st.DataObject) -> None:
             length[row] = max(1, length[row])
         lengths = dict(list(length.items())[1:])
         selection = as_selection(draw_lists(data, world, lengths), world.places, world.unit)
-        keys, values = world.lower(lengths)
+        keys, values = world.offloaded(lengths)
         operands = (
             keys,
             None if world.shared else values,
@@ -325,14 +327,14 @@ def test_thousands_of_tokens_and_what_comes_back_is_still_there() -> None:
 def test_a_selection_that_leaves_no_place_for_the_newest_is_a_mistake() -> None:
     world = World(4, 1, 1, torch.float32, False, 3, 0)
     with pytest.raises(AssertionError, match="newest"):
-        world.exchange({0: 9}, as_selection([[[0, 1, 2, 8]]], 4, 1))
+        world.load_missing({0: 9}, as_selection([[[0, 1, 2, 8]]], 4, 1))
 
 
 def test_a_full_list_without_the_newest_is_not_written_past_its_end() -> None:
     """No policy may give one: what has no place in it is left out."""
     world = World(4, 1, 2, torch.float32, False, 3, 0)
     lists = [[[0, 1, 2], [3, 4, 6]]]
-    found, _ = world.exchange({1: 9}, as_selection(lists, 3, 1))
+    found, _ = world.load_missing({1: 9}, as_selection(lists, 3, 1))
     assert found.indices.shape == (1, 2, 3)
     assert found.counts.tolist() == [[3, 3]]
     for head, entries in enumerate(lists[0]):

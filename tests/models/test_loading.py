@@ -223,7 +223,7 @@ def test_scales_that_no_config_explains_are_refused(checkpoint: Path) -> None:
 def test_a_stored_dtype_that_is_not_computed_with_is_named(checkpoint: Path, dtype: str) -> None:
     """float64 ran, although dtype="float64" is refused; float8 failed with a TypeError of torch."""
     edit(checkpoint / "config.json", dtype=dtype)
-    with pytest.raises(ModelError, match=rf"are in {dtype}: give dtype= as one of 'float32'"):
+    with pytest.raises(ModelError, match=rf"are in {dtype}; set dtype= to one of 'float32'"):
         load(checkpoint)
     assert load(checkpoint, dtype="float32").dtype == torch.float32
 
@@ -232,7 +232,7 @@ def test_weights_of_a_dtype_that_no_config_states_are_named(checkpoint: Path) ->
     weights = load_file(checkpoint / "model.safetensors")
     save_file({k: v.double() for k, v in weights.items()}, checkpoint / "model.safetensors")
     edit(checkpoint / "config.json", dtype=None)
-    with pytest.raises(ModelError, match="are in float64: give dtype="):
+    with pytest.raises(ModelError, match="are in float64; set dtype="):
         load(checkpoint)
 
 

@@ -150,19 +150,19 @@ def test_adapters_are_never_ignored(
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ModelError, match=r"adapter .*next to its weights.*keyhole\[lora\]"):
         LLM(path)
-    with pytest.raises(ModelError, match="which is an adapter, too"):
+    with pytest.raises(ModelError, match="is an adapter, too"):
         locate(adapter)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "names no model that the adapter is for: JSONDecodeError"),
-        ("{}", "names no model that the adapter is for: KeyError"),
-        ('{"base_model_name_or_path": null}', "is for the model None, which is not found"),
+        ("{", "does not name the base model of the adapter: JSONDecodeError"),
+        ("{}", "does not name the base model of the adapter: KeyError"),
+        ('{"base_model_name_or_path": null}', "base model None of the adapter .* cannot be found"),
         (
             '{"base_model_name_or_path": "some/body"}',
-            "which is not found: unknown model 'some/body'",
+            "cannot be found: unknown model 'some/body'",
         ),
     ],
 )

@@ -367,6 +367,6 @@ def test_which_layers_continue_from_a_state_is_measured() -> None:
 def test_why_other_hybrids_are_refused() -> None:
     for family, reason in {
         "recurrent_gemma": "in the module, for one batch at a time",
-        "inkling_text": "a learned bias for each distance of two tokens",
+        "inkling_text": "a learned bias per relative position",
     }.items():
         assert reason in str(exactness_gate.measure(CONFIG_MAPPING[family]()).reason)

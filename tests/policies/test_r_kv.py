@@ -60,14 +60,7 @@ class Compression(Simulation):
 
     def step(self, tokens: list[int]) -> Array:
         """Logits after the last token, which is decoded; evicts after it if the budget is full."""
-        length, newest = len(tokens), (len(tokens) - 1) // PAGE
-        if newest not in self.pinned:
-            self.stamps[newest] = length
-        self.seen[length - 1] = sorted({*self.pinned, *self.stamps})
-        most = len(self.pinned) + self.budget // PAGE
-        if self.counted:
-            most = max(self.budget // PAGE, len(self.pinned) + 1)
-        due = length % PAGE == 0 and len(self.seen[length - 1]) >= most and bool(self.stamps)
+        due = self.begin_step(len(tokens))
         self.decodes, self.totals = due, {page: [] for page in self.stamps}
         logits = self._forward(tokens)
         self.decodes = False

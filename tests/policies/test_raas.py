@@ -61,21 +61,26 @@ class Simulation:
 
     def step(self, tokens: list[int]) -> Array:
         """Logits after the last one of the tokens, which is decoded."""
-        length, newest = len(tokens), (len(tokens) - 1) // PAGE
-        if newest not in self.pinned:
-            self.stamps[newest] = length
-        self.seen[length - 1] = sorted({*self.pinned, *self.stamps})
+        due = self.begin_step(len(tokens))
         self.decodes = True
         logits = self._forward(tokens)
         self.decodes = False
-        most = len(self.pinned) + self.budget // PAGE
-        if self.counted:
-            most = max(self.budget // PAGE, len(self.pinned) + 1)
-        if length % PAGE == 0 and len(self.seen[length - 1]) >= most and self.stamps:
+        if due:
             oldest = min(self.stamps, key=lambda page: (self.stamps[page], page))
             del self.stamps[oldest]
             self.evicted.append(oldest)
         return logits
+
+    def begin_step(self, length: int) -> bool:
+        """Adds the page of the last token; whether a page is evicted after this step."""
+        newest = (length - 1) // PAGE
+        if newest not in self.pinned:
+            self.stamps[newest] = length
+        self.seen[length - 1] = sorted({*self.pinned, *self.stamps})
+        most = len(self.pinned) + self.budget // PAGE
+        if self.counted:
+            most = max(self.budget // PAGE, len(self.pinned) + 1)
+        return length % PAGE == 0 and len(self.seen[length - 1]) >= most and bool(self.stamps)
 
     @torch.no_grad()
     def _forward(self, tokens: list[int]) -> Array:

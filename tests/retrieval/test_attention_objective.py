@@ -13,7 +13,7 @@ from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 
 
-def lesson_of(
+def targets_of(
     kind: str, layers: tuple[int, ...], rows: list[int]
 ) -> tuple[RetrievalHead, TeacherTargets]:
     network = make_network(make_config(kind))
@@ -61,7 +61,7 @@ def plain_loss(head: RetrievalHead, targets: TeacherTargets, first: int, last: i
 @pytest.mark.parametrize("kind", ["llama", "llama_mqa", "llama_group3", "deepseek_v3"])
 @pytest.mark.parametrize("layers", [(), (1, 2, 3)])
 def test_the_loss_is_that_of_plain_loops(kind: str, layers: tuple[int, ...]) -> None:
-    head, targets = lesson_of(kind, layers, [8, 15, 29])
+    head, targets = targets_of(kind, layers, [8, 15, 29])
     _, logs = attention_loss(head, targets)
     loss = mass_divergence(logs, targets, first=2, last=5)
     assert loss.item() == pytest.approx(plain_loss(head, targets, 2, 5), rel=1e-5)
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_plain_loops(kind: str, layers: tuple[int, ...]) -> 
 
 
 def test_a_row_with_nothing_outside_of_the_window_teaches_nothing() -> None:
-    head, targets = lesson_of("llama", (1, 2, 3), [3])
+    head, targets = targets_of("llama", (1, 2, 3), [3])
     loss, _ = attention_loss(head, targets)
     loss.backward()
     assert loss.item() == 0
@@ -77,7 +77,7 @@ def test_a_row_with_nothing_outside_of_the_window_teaches_nothing() -> None:
 
 
 def test_a_head_that_agrees_has_no_loss() -> None:
-    head, targets = lesson_of("llama_mha", (), [10, 20, 29])
+    head, targets = targets_of("llama_mha", (), [10, 20, 29])
     _, logs = attention_loss(head, targets)
     same = TeacherTargets(targets.token_ids, (), targets.rows, logs.exp().detach())
     assert mass_divergence(logs, same, first=1, last=3).item() == pytest.approx(0, abs=1e-5)

@@ -28,7 +28,7 @@ from tests.checkpoints import VOCAB_SIZE, make_config, make_network
 LENGTH, START = 90, 70
 
 
-def lesson_of(network: Any, head: RetrievalHead) -> TeacherTargets:
+def targets_of(network: Any, head: RetrievalHead) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
     teacher = Teacher(network, head.config.feature_layers)
@@ -96,7 +96,7 @@ def tilted(logs: list[float], token: int) -> list[float]:
 def test_the_loss_is_that_of_plain_loops(kind: str, inputs: str, heat: float) -> None:
     network = make_network(make_config(kind))
     head = RetrievalHead.random(network, inputs=inputs)
-    targets = lesson_of(network, head)
+    targets = targets_of(network, head)
     loss, logs = selection_loss(head, network, targets, 20, heat)
     rest = ATTENTION * attention_loss(head, targets)[0].item()
     wanted = plain_divergence(network, head, targets, 20, heat)
@@ -108,7 +108,7 @@ def test_the_loss_is_that_of_plain_loops(kind: str, inputs: str, heat: float) ->
 def test_a_budget_of_everything_leaves_the_attention_alone() -> None:
     network = make_network(make_config("llama"))
     head = RetrievalHead.random(network)
-    targets = lesson_of(network, head)
+    targets = targets_of(network, head)
     loss, _ = selection_loss(head, network, targets, LENGTH, 0.5)
     rest = ATTENTION * attention_loss(head, targets)[0].item()
     assert loss.item() == pytest.approx(rest, abs=1e-5)

@@ -16,7 +16,7 @@ from tests.checkpoints import KINDS, VOCAB_SIZE, make_config, make_network
 LENGTH, START = 40, 22
 
 
-def lesson_of(network: Any) -> TeacherTargets:
+def targets_of(network: Any) -> TeacherTargets:
     ids = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(START, LENGTH)
     return Teacher(network, ()).targets(ids, rows, logit_steps=1, keep_cache=True)
@@ -63,7 +63,7 @@ def test_cold_gates_are_the_choice_itself() -> None:
 @pytest.mark.parametrize("kind", ["llama", "llama_mqa", "llama_group3", "qwen3"])
 def test_the_target_under_gates_is_eager_attention_with_a_mask(kind: str) -> None:
     network = make_network(make_config(kind))
-    targets = lesson_of(network)
+    targets = targets_of(network)
     logs = log_gates(random_scores(len(targets.mass)), targets.rows, 12, 2, 5, 0.5)
     found = soft_selection_logits(network, targets, logs)
     mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1).repeat(len(logs), 1, 1)
@@ -81,7 +81,7 @@ def test_the_target_under_gates_is_eager_attention_with_a_mask(kind: str) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mistral_sliding"])
 def test_open_gates_change_nothing_and_others_have_gradients(kind: str) -> None:
     network = make_network(make_config(kind)).requires_grad_(False)
-    targets = lesson_of(network)
+    targets = targets_of(network)
     assert targets.logits is not None
     scores = random_scores(len(targets.mass)).requires_grad_()
     opened = soft_selection_logits(network, targets, log_gates(scores, targets.rows, 60, 2, 5, 0.5))
@@ -97,7 +97,7 @@ def test_open_gates_change_nothing_and_others_have_gradients(kind: str) -> None:
 def test_gradients_are_those_of_small_differences() -> None:
     """In float64, through gates, every layer's attention and the keys of rows before."""
     network = make_network(make_config("llama")).double().requires_grad_(False)
-    targets = lesson_of(network)
+    targets = targets_of(network)
     scores = random_scores(len(targets.mass)).double().requires_grad_()
     aim = torch.randn(LENGTH - START, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
 
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_small_differences() -> None:
 
 def test_a_target_that_gives_nan_is_named() -> None:
     network = make_network(make_config("llama"))
-    targets = lesson_of(network)
+    targets = targets_of(network)
     logs = torch.full((2, LENGTH - START, LENGTH), float("nan"))
     with pytest.raises(
         NumericalError, match="with gates the model computes NaN for a text of 40 tokens"

@@ -294,9 +294,9 @@ class Prompt:
             change = [((new - was) ** 2).sum((1, 2)) for new, was in zip((k, v), old, strict=True)]
             now = writes[layer, places]
             for cache, new in ((self.keys[layer], k[now]), (self.values[layer], v[now])):
-                old = cache[places[now]]
+                stored = cache[places[now]]
                 # What was never stored (separators, the question) has nothing to be fused with.
-                cache[places[now]] = torch.where(old.isnan(), new, fuse(new, old))
+                cache[places[now]] = torch.where(stored.isnan(), new, fuse(new, stored))
             keep = revise(layer, places, *change) if revise else None
             if keep is not None:
                 places, x, q = places[keep], x[keep], q[keep]

@@ -191,7 +191,8 @@ def multi_infllm(
     for layer, queries in enumerate(prompt.queries(question_context)):
         if one_distance:
             queries = network.rotate(queries, settings.local_tokens - asked)
-        query, scores = queries.mean(0), {}
+        query = queries.mean(0)
+        scores: dict[tuple[int, int], float] = {}
         for d, record in enumerate(prompt.records):
             own = torch.arange(len(record.ids))
             q, k = (network.rotate(x[layer], own) for x in (record.queries, record.keys))

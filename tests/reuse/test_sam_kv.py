@@ -439,7 +439,7 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"update": "fusoin"}, r"'fusoin'.*did you mean 'fusion'"),
-        ({"update": None}, "update None must be a text"),
+        ({"update": None}, "update None must be a string"),
         ({"score": "extreme"}, r"'extreme'.*did you mean 'extremes'"),
         ({"share": 0.0}, "share 0.0 must be above 0 and at most 1"),
         ({"share": 1.5}, "share 1.5"),

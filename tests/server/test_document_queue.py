@@ -215,7 +215,7 @@ def test_no_more_wait_than_the_limit(llm: LLM, brake: Brake) -> None:
     queue.add(jobs[0])
     assert brake.reached.wait(60)
     queue.add(jobs[1])
-    with pytest.raises(ApiError, match="at most 1") as caught:
+    with pytest.raises(ApiError, match=r"is full \(limit 1\)") as caught:
         queue.add(jobs[2])
     assert caught.value.status == 429
     brake.go_on.set()
@@ -302,7 +302,9 @@ def test_a_document_waits_for_pages_that_are_held(tmp_path: Path, holder: str) -
         lent = llm.engine.cache.allocate(llm.engine.max_pages)
         assert lent is not None
         llm.engine.scheduler.lend(lent)
-    with pytest.raises(CapacityError, match=r"does not fit .* beside what runs now"):
+    with pytest.raises(
+        CapacityError, match=r"does not fit into the KV cache now: .* tokens are free"
+    ):
         llm.documents.add("now", text)
     found: list[Any] = []
 

@@ -65,7 +65,7 @@ def test_a_request_keeps_its_identity(address: str) -> None:
 def test_more_than_the_limit_are_refused_at_once() -> None:
     admission = Admission(3)
     with admission.enter(2):
-        with pytest.raises(ApiError, match="at most 3") as caught, admission.enter(2):
+        with pytest.raises(ApiError, match="the limit is 3") as caught, admission.enter(2):
             pass
         assert caught.value.status == 429
         assert caught.value.headers["Retry-After"] == "1"

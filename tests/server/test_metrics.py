@@ -64,7 +64,7 @@ def test_everything_that_is_promised_is_counted(
     assert samples["keyhole_read_bytes_total"]["offload",] == 0
     assert samples["keyhole_pages"][()] == llm.engine.max_pages
     assert 0 < samples["keyhole_pages_free"][()] <= llm.engine.max_pages
-    assert samples["keyhole_pages_known"][()] > 0
+    assert samples["keyhole_pages_cached"][()] > 0
     assert samples["keyhole_offloaded_layers"][()] == 0
     assert samples["keyhole_documents"]["ready",] == 1
     assert samples["keyhole_documents"]["failed",] == 0

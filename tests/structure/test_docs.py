@@ -41,7 +41,6 @@ def stale(rendered: dict[str, str], root: Path) -> list[str]:
 
 
 @functools.cache
-@functools.cache
 def prose(file: Path) -> str:
     """A file in lower case and in one line, without marks of comments at line starts."""
     return " ".join(

@@ -102,13 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="never evict the document, or allow it again; default: as before, and allowed for a "
-        "new one",
+        help="never evict the document, or allow eviction again; default: unchanged, and a new one "
+        "may be evicted",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a document of this name that has another text",
+        help="replace the document of this name if its text differs",
     )
     parser.add_argument(
         "--block-size",

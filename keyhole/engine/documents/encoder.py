@@ -81,8 +81,8 @@ def allocate(cache: PageCache, num_tokens: int) -> list[int]:
         room, what = cache.available * size, f"a document of {num_tokens} tokens does not fit into"
         if num_tokens <= cache.max_pages * size:
             raise CapacityError(
-                f"{what} the KV cache beside what runs now, which leaves room for {room}; add it "
-                "later, give progress=, with which it waits, or raise memory="
+                f"{what} the KV cache now: {room} tokens are free; add it later, pass progress= to "
+                "wait until there is room, or raise memory="
             )
         raise CapacityError(
             f"{what} the KV cache, which has room for {room}; raise memory=, or split it into parts"

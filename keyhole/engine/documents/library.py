@@ -216,8 +216,8 @@ class Documents:
         except ConfigError as error:  # for example, a read-only store
             raise ConfigError(
                 f"document {name!r} was stored without keys of this retrieval head, and they "
-                f"cannot be added: {error}; ask about it once where the store is writable, or "
-                "use another policy"
+                f"cannot be added: {error}; query it once with write access to the store, or use "
+                "another policy"
             ) from error
 
     def _encode(

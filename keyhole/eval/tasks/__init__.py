@@ -95,7 +95,7 @@ def names() -> str:
 
 
 def parse(text: str, *, bundled: bool) -> list[Task | str]:
-    """The tasks in order, each once; for those that force a text (`FORCED`), the name.
+    """The tasks in order, each once; for the teacher-forced ones (`FORCED`), the name.
 
     bundled: replaces tasks in plain English by their forms in the vocabulary of the bundled model.
     Raises UnknownNameError for an unknown task or setting.
@@ -113,7 +113,7 @@ def parse(text: str, *, bundled: bool) -> list[Task | str]:
 
 
 def answered(parsed: Sequence[Task | str], why: str) -> list[Task]:
-    """The tasks, if none forces a text; otherwise ConfigError, with the reason."""
+    """The tasks, if none is teacher-forced; otherwise ConfigError, with the reason."""
     for task in parsed:
         if isinstance(task, str):
             raise ConfigError(f"task {task} {why}")

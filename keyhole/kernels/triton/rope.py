@@ -29,7 +29,7 @@ def _turned(source, target, mask, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotary(
+def _rope(
     key_pages,
     value_pages,
     query,
@@ -117,7 +117,7 @@ def _apply(
     key_pages, value_pages, value, slots = pages or (key,) * 4  # pointers that are not used
     heads = query_heads + (2 if pages else 1) * key_heads
     if tokens:
-        _rotary[tokens, -(-heads // _HEADS)](
+        _rope[tokens, -(-heads // _HEADS)](
             key_pages,
             value_pages,
             query,

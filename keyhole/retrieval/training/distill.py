@@ -27,7 +27,7 @@ from keyhole.retrieval.head import RetrievalHead
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.objectives import Draft, attention_loss, eagle_loss, selection_loss
-from keyhole.retrieval.training.run import LONG, Lesson, TrainingRun
+from keyhole.retrieval.training.run import LONG, TextLoss, TrainingRun
 from keyhole.retrieval.training.teacher import Teacher, TeacherTargets
 from keyhole.retrieval.training.training_config import SHORTEST, Corpus, TrainingConfig
 
@@ -78,10 +78,10 @@ class Distiller(TrainingRun):
                 folder / DRAFT_FOLDER, self.head.config, dict(self.module.named_parameters())
             )
 
-    def _lesson(self, rng: Random, length: int) -> Lesson:
+    def _text_loss(self, rng: Random, length: int) -> TextLoss:
         targets = self._targets(rng, length)
         loss, (recall, window) = self._loss(targets, rng)
-        return Lesson(loss, recall, window, len(targets.token_ids))
+        return TextLoss(loss, recall, window, len(targets.token_ids))
 
     def _targets(self, rng: Random, length: int) -> TeacherTargets:
         token_ids, config = self._corpus.text(rng, length), self.config

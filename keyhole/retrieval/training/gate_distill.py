@@ -28,7 +28,7 @@ from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
 from keyhole.retrieval.gate import POOLS, GateLayer, SeerGate
 from keyhole.retrieval.target import Target
-from keyhole.retrieval.training.run import LONG, Lesson, TrainingRun
+from keyhole.retrieval.training.run import LONG, TextLoss, TrainingRun
 from keyhole.retrieval.training.teacher import AttentionRecord, run_recorded
 from keyhole.retrieval.training.training_config import SHORTEST, Corpus, TrainingConfig
 
@@ -143,7 +143,7 @@ class GateDistiller(TrainingRun):
         """Writes the gate. ConfigError if it cannot be written."""
         self.module.save_pretrained(folder)
 
-    def _lesson(self, rng: Random, length: int) -> Lesson:
+    def _text_loss(self, rng: Random, length: int) -> TextLoss:
         token_ids, size = self._corpus.text(rng, length), self.config.block_size
         places = range(len(token_ids) // 2, len(token_ids))
         rows = sorted(rng.sample(places, min(len(places), self.config.num_queries)))
@@ -161,7 +161,7 @@ class GateDistiller(TrainingRun):
                 chosen = [kept(x, targets.mass, newest, count) for x in (found, recent)]
             shares.append(chosen)
         recall, window = (sum(x) / len(shares) for x in zip(*shares, strict=True))
-        return Lesson(torch.stack(losses).mean(), recall, window, len(token_ids))
+        return TextLoss(torch.stack(losses).mean(), recall, window, len(token_ids))
 
 
 def _run(network: Any, token_ids: Tensor, record: GateRecord) -> None:

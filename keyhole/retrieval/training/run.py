@@ -47,7 +47,7 @@ class StepProgress:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TextLoss:
     """Results for one text: the loss, the recall of the selection and of the window, its tokens."""
 
     loss: Tensor
@@ -74,7 +74,7 @@ class TrainingRun(ABC):
         """Writes what was trained. ConfigError if it cannot be written."""
 
     @abstractmethod
-    def _lesson(self, rng: Random, length: int) -> Lesson:
+    def _text_loss(self, rng: Random, length: int) -> TextLoss:
         """One text of at most `length` tokens."""
 
     @property
@@ -91,12 +91,12 @@ class TrainingRun(ABC):
         rng = Random(f"head/{config.seed}/{self.step}")
         length = rng.choice(_lengths(config.length or LONG))
         count = max(1, config.batch_tokens // length)
-        lessons = []
+        found = []
         for _ in range(count):
-            lesson = self._lesson(rng, length)
-            (lesson.loss / count).backward()
-            lessons.append(dataclasses.replace(lesson, loss=lesson.loss.detach()))
-        losses = [float(lesson.loss) for lesson in lessons]
+            one = self._text_loss(rng, length)
+            (one.loss / count).backward()
+            found.append(dataclasses.replace(one, loss=one.loss.detach()))
+        losses = [float(one.loss) for one in found]
         norm = nn.utils.clip_grad_norm_(self._parameters, _LARGEST_GRADIENT)
         if not math.isfinite(sum(losses)) or not norm.isfinite():
             for optimizer in self._optimizers:
@@ -112,8 +112,8 @@ class TrainingRun(ABC):
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self.tokens += sum(lesson.tokens for lesson in lessons)
-        shares = [(lesson.recall, lesson.window) for lesson in lessons]
+        self.tokens += sum(one.tokens for one in found)
+        shares = [(one.recall, one.window) for one in found]
         recall, window = (sum(x) / count for x in zip(*shares, strict=True))
         return StepProgress(length, sum(losses) / count, recall, window)
 

@@ -73,8 +73,7 @@ class DocumentQueue:
             if len(self._jobs) > self._limit:
                 raise ApiError(
                     429,
-                    f"{len(self._jobs)} documents are waiting to be encoded, and at most "
-                    f"{self._limit} may; try again later",
+                    f"the queue for documents is full (limit {self._limit}); try again later",
                     kind="rate_limit_error",
                     code="queue_full",
                     headers={"Retry-After": "1"},

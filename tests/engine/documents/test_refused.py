@@ -149,7 +149,7 @@ def test_a_record_of_an_older_version_is_named_and_encoded_again(
             llm.documents.add(name, text, block_size=8)
     reuse = SamKV(block_size=8, score="extremes", share=0.5)
     for name in ("red", "blue"):
-        with pytest.raises(RequestError, match=f"'{name}': its record is of an older.*repair"):
+        with pytest.raises(RequestError, match=f"'{name}': its record has an older.*repair"):
             llm.ask("which?", [name], reuse=reuse, params=FEW)
     assert [problem.name for problem in llm.documents.verify()] == ["blue", "red"]
 

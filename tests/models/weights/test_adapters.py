@@ -110,7 +110,7 @@ def test_a_config_beside_an_adapter_is_not_a_model(folders: dict[str, Path]) -> 
     config = adapter / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": str(adapter)}
     config.write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match="names its own folder as the model that it is for"):
+    with pytest.raises(ModelError, match="names its own folder as the base model"):
         locate(adapter)
 
 

@@ -83,10 +83,10 @@ def choose(
     num_pages = max(len(blocks), request.end // size + 1)
     reuse, documents = loader.method(request), loader.documents(name)
     placed = loader.placed(request, documents)
-    glance = reuse.question_context(placed)
+    context = reuse.question_context(placed)
     query = None
-    if glance is not None:
-        there = kept_positions(request, glance)
+    if context is not None:
+        there = kept_positions(request, context)
         layout = Layout.of(there, num_pages, size, scratch=True)
         query = _queries(runner, reuse, request, tokens, [layout] * num_layers, blocks)
     plan = reuse.plan(placed, query)

@@ -72,11 +72,11 @@ class DocumentLoader:
                 wanted = torch.arange(request.end) >= begin
                 layout = Layout.whole(request.end, len(blocks), self.page_size)
             else:
-                glance = self.method(request).question_context(self.placed(request, documents))
+                context = self.method(request).question_context(self.placed(request, documents))
                 self._held[name] = stack.pop_all(), documents
-                if glance is None:
+                if context is None:
                     return
-                wanted = kept_positions(request, glance)
+                wanted = kept_positions(request, context)
                 layout = Layout.of(wanted, len(blocks), self.page_size)
             self.write(request, documents, [wanted for _ in every], [layout for _ in every], blocks)
 

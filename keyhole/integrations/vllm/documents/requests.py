@@ -150,10 +150,10 @@ class DocumentFinder:
         ):
             if wrong:
                 raise ConfigError(f"reuse method {reuse.name!r} cannot run in vLLM: {reason}")
-        glance = reuse.question_context(placed)
-        if glance is None or size is None:
+        context = reuse.question_context(placed)
+        if context is None or size is None:
             return
-        kept = end - int((~glance).sum())
+        kept = end - int((~context).sum())
         room = (end // size - kept // size + 1) * size - end % size
         if question > room:
             raise RequestError(

@@ -4,7 +4,7 @@
 // largest one, which is far below what the results lose when they are rounded to 16 bits. That takes
 // 16 products for a token and four heads of 64 numbers, where floats take 32 and bfloat16 24. Tiles
 // have 128 tokens, so that what is done once for each is rare beside the products, and keys and
-// values of the next tile are asked for early enough (benchmarks/LOG.md).
+// values of the next tile are prefetched early enough (benchmarks/LOG.md).
 
 constexpr int kDigits = 2;
 constexpr int64_t kColumns = 64;  // numbers of a row that are rearranged together
@@ -214,8 +214,8 @@ static inline float weight_digits(const float* weights, const Vector* scales,
 static inline int place_of(int q) { return q / 16 * 64 + q % 4 * 16 + q % 16 / 4 * 4; }
 
 // Adds columns d .. d + 63 of the values of a tile, `interleaved`, to R rows of `out`. The products
-// leave the memory idle, so this is where the values of the next tile are asked for: this call asks
-// for every `parts`-th block of 16 tokens, from block `part` on.
+// leave the memory idle, so the values of the next tile are prefetched here: this call prefetches
+// every `parts`-th block of 16 tokens, from block `part` on.
 template <int R>
 static inline void add_columns(const uint8_t (*digits)[kDigits][Int8Tile::size], const float* step,
                                const int8_t (*values)[4][kColumns], int groups, float* out,

@@ -167,8 +167,8 @@ static inline void packed_rows(const PackedLinear& a, const Inputs<T>& in, Group
         }
         g++;
     };
-    // Rows are a kilobyte or two, too short for the processor to notice streams: the rows that come
-    // next are asked for a line at a time.
+    // Rows are a kilobyte or two, too short for the processor to notice streams: the next rows
+    // are prefetched a line at a time.
     constexpr int line_inputs = bits == 4 ? 2 * kBlock : kBlock;
     const int64_t within = a.weight.group - 1;
     for (int64_t i = 0; i < a.I; i += kBlock) {
