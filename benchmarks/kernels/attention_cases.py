@@ -12,7 +12,7 @@ from benchmarks.kernels.cases import KernelCase, Outputs, System
 from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
-from keyhole.kernels import ScoreRequest, Selection
+from keyhole.kernels import PagedQuery, ScoreRequest, Selection
 
 #: Selected tokens per KV head, and selected pages for all heads, of the longest context; at most a
 #: quarter of it.
@@ -57,7 +57,9 @@ def _attend_all(layer: Layer, tokens: int) -> KernelCase:
 def _attend_tokens(layer: Layer, count: int) -> KernelCase:
     draws = layer.draws(layer.longest, count, layer.num_kv_heads)
     counts = torch.full((layer.batch, layer.num_kv_heads), count, dtype=torch.int32)
-    paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest))
+    paged = PagedQuery(
+        layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest)
+    )
     ((keys, values),) = layer.side_by_side(layer.longest)
     rows = [x.flatten(0, 2) for x in (keys, values)]  # [B Hkv N, D]
     heads = torch.arange(layer.batch * layer.num_kv_heads).view(layer.batch, -1, 1)
@@ -88,7 +90,9 @@ def _attend_pages(layer: Layer, count: int) -> KernelCase:
     num_pages = layer.longest // PAGE_SIZE
     draws = layer.draws(num_pages, count, 1)
     counts = torch.full((layer.batch, 1), count, dtype=torch.int32)
-    paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest))
+    paged = PagedQuery(
+        layer.query, layer.keys, layer.values, layer.table, layer.lengths(layer.longest)
+    )
     ((keys, values),) = layer.side_by_side(layer.longest)
     rows = [x.view(-1, PAGE_SIZE * layer.dim) for x in (keys, values)]  # [B Hkv M, page]
     heads = torch.arange(layer.batch * layer.num_kv_heads).view(layer.batch, -1, 1)
@@ -124,7 +128,7 @@ def attend_and_score(layer: Layer) -> Iterator[KernelCase]:
     requests = (ScoreRequest("max", PAGE_SIZE),)
 
     def ours(i: int) -> Outputs:
-        paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
+        paged = PagedQuery(layer.query, layer.keys, layer.values, tables[i], lengths)
         out, scores = kernels.attend_and_score(paged, requests=requests, scale=layer.scale)
         return out, *scores
 
@@ -209,7 +213,7 @@ def _attend(layer: Layer, tokens: int) -> Callable[[int], Outputs]:
     tables, lengths = layer.tables(tokens), layer.lengths(tokens)
 
     def run(i: int) -> Outputs:
-        paged = (layer.query, layer.keys, layer.values, tables[i], lengths)
+        paged = PagedQuery(layer.query, layer.keys, layer.values, tables[i], lengths)
         return (kernels.attend(paged, scale=layer.scale),)
 
     return run

@@ -81,7 +81,7 @@ def packed_linear(layer: Layer) -> Iterator[KernelCase]:
 
 def _copies(weight: Tensor) -> Sequence[Tensor]:
     count = min(_MOST_COPIES, -(-_BEYOND_CACHES // weight.nbytes))
-    return weight.repeat(count, *[1] * (weight.dim() - 1)).split(len(weight))
+    return list(weight.repeat(count, *[1] * (weight.dim() - 1)).split(len(weight)))
 
 
 def _several(weight: Weight) -> list[Weight]:
@@ -90,7 +90,8 @@ def _several(weight: Weight) -> list[Weight]:
     others = [
         part.repeat(len(codes), *[1] * (part.dim() - 1)).split(len(part)) for part in weight[1:3]
     ]
-    return [type(weight)(*parts, weight.bits) for parts in zip(codes, *others, strict=True)]
+    made: Callable[..., Weight] = type(weight)
+    return [made(*parts, weight.bits) for parts in zip(codes, *others, strict=True)]
 
 
 def _sum() -> System:

@@ -11,7 +11,7 @@ from benchmarks.kernels.cases import KernelCase, Outputs, System
 from benchmarks.kernels.layer import Layer
 from keyhole import kernels
 from keyhole.bench.settings import PAGE_SIZE
-from keyhole.kernels import LowRank, Selection
+from keyhole.kernels import LowRank, PagedQuery, Selection
 
 # Tokens read of the longest context, at most a quarter of it, and tokens per chunk.
 _TOKENS, _CHUNK = 1024, 8
@@ -40,7 +40,7 @@ def attend_low_rank(layer: Layer) -> Iterator[KernelCase]:
         frequencies=frequencies,
         last=False,
     )
-    paged = (layer.query, layer.keys, layer.values, layer.table, layer.lengths(longest))
+    paged = PagedQuery(layer.query, layer.keys, layer.values, layer.table, layer.lengths(longest))
     ((_, values),) = layer.side_by_side(longest)
     low, rows = coefficients[layer.table.long()].flatten(0, 2), values.flatten(0, 2)
     of_heads = basis.transpose(1, 2).contiguous()  # [B, Hkv, rank, D]

@@ -49,7 +49,8 @@ struct OwnRows<bfloat16, 4> {
             const int n = static_cast<int>(lesser(groups - g, W));
             for (int r = 0; r < R; r++) {
                 const int64_t at = r * groups + g;
-                const Vector m = fma(broadcast(-128.0f), load(by.scales + at, n), load(by.minimums + at, n));
+                const Vector scale = load(by.scales + at, n);
+                const Vector m = fma(broadcast(-128.0f), scale, load(by.minimums + at, n));
                 for (int h = 0; h < H; h++)
                     total[r][h] = fma(m, load(in.sums + h * in.groups_stride + g), total[r][h]);
             }
