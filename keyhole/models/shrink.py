@@ -78,6 +78,12 @@ _AT_MOST = {
     "max_position_embeddings": 256,
 }
 
+#: Of encoders, whose 16 heads share the width.
+_ENCODER_SIZES = {
+    **dict.fromkeys(["num_hidden_layers", "num_blocks"], 2),
+    **dict.fromkeys(["hidden_size", "intermediate_size", "nemo_conv_channels"], 64),
+    **dict.fromkeys(["ext_pw_out_channel", "depthwise_separable_out_channel"], 64),
+}
 
 #: Configs that say by other fields than a list which layers have attention, or experts: those of a
 #: small model that has all combinations.
@@ -124,6 +130,7 @@ def shrink(config: Any) -> Any:
     _shrink_recurrence(small, ratio)
     _shrink_shared_attention(small)
     _shrink_dbrx(small)
+    _shrink_encoders(small)
     _shrink_rope_lengths(config, small)
     if getattr(small, "word_embed_proj_dim", None) is not None:  # OPT
         small.word_embed_proj_dim = small.hidden_size
@@ -200,6 +207,15 @@ def _shrink_shared_attention(config: Any) -> None:
         config.hybrid_layer_ids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
         inner = config.mamba_expand * config.hidden_size
         _set(config, "mamba_headdim", inner // config.n_mamba_heads)
+
+
+def _shrink_encoders(config: Any) -> None:
+    """Those of images and sound (Phi-4 multimodal), which text does not run through."""
+    for name in ("vision_config", "audio_config"):
+        encoder = getattr(config, name, None)
+        for field, most in _ENCODER_SIZES.items():
+            if encoder is not None and hasattr(encoder, field):
+                setattr(encoder, field, min(most, getattr(encoder, field)))
 
 
 def _shrink_dbrx(config: Any) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from keyhole.engine.documents.fingerprint import _weights
 from keyhole.models.loading import load
 from keyhole.models.locate import locate
 from keyhole.models.positions import _frequencies
-from keyhole.models.shrink import mapped
+from keyhole.models.shrink import mapped, random_model, shrink
 from tests.checkpoints import make_model
 
 
@@ -34,3 +35,9 @@ def test_mapped_weights_and_frequencies_are_those_of_the_loaded_model(
 def test_weights_in_another_dtype_are_not_mapped(tmp_path: Path) -> None:
     """Loading rounds them, so that numbers of the files are not the model's."""
     assert mapped(locate(make_model("llama", tmp_path)), torch.bfloat16) is None
+
+
+def test_encoders_that_text_does_not_run_through_are_small() -> None:
+    """Those of Phi-4 multimodal were of full size, and the comparison took 36 seconds."""
+    network = random_model(shrink(CONFIG_MAPPING["phi4_multimodal"]()))
+    assert sum(parameter.numel() for parameter in network.parameters()) < 2_000_000
