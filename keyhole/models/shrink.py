@@ -78,10 +78,10 @@ _AT_MOST = {
     "max_position_embeddings": 256,
 }
 
-#: Of encoders, whose 16 heads share the width.
+#: Of encoders.
 _ENCODER_SIZES = {
     **dict.fromkeys(["num_hidden_layers", "num_blocks"], 2),
-    **dict.fromkeys(["hidden_size", "intermediate_size", "nemo_conv_channels"], 64),
+    **dict.fromkeys(["intermediate_size", "nemo_conv_channels"], 64),
     **dict.fromkeys(["ext_pw_out_channel", "depthwise_separable_out_channel"], 64),
 }
 
@@ -212,10 +212,14 @@ def _shrink_shared_attention(config: Any) -> None:
 def _shrink_encoders(config: Any) -> None:
     """Those of images and sound (Phi-4 multimodal), which text does not run through."""
     for name in ("vision_config", "audio_config"):
-        encoder = getattr(config, name, None)
+        encoder: Any = getattr(config, name, None)
+        if encoder is None:
+            continue
         for field, most in _ENCODER_SIZES.items():
-            if encoder is not None and hasattr(encoder, field):
+            if hasattr(encoder, field):
                 setattr(encoder, field, min(most, getattr(encoder, field)))
+        if hasattr(encoder, "num_attention_heads"):
+            encoder.hidden_size = min(4 * encoder.num_attention_heads, encoder.hidden_size)
 
 
 def _shrink_dbrx(config: Any) -> None:
