@@ -8,6 +8,7 @@ LM_EVAL_READY := .venv-lm-eval/.ready
 KVPRESS_READY := .venv-kvpress/.ready
 VLLM_READY := .venv-vllm/.ready
 RAY_READY := .venv-ray/.ready
+WEIGHTS_READY := .venv-weights/.ready
 DOCS_READY := .venv-docs/.ready
 TYPES_READY := .venv-types/.ready
 PAGE_READY := .venv-page/.ready
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Otherwise every test process compiles its imports: 8 s for pytest, a second for a command.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check test quick-tests test-all coverage mutation test-lm-eval test-kvpress test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
+.PHONY: help demo serve check test quick-tests test-all coverage mutation test-lm-eval test-kvpress test-weights test-vllm test-ray gpu-vllm test-page test-clients lint types lint-workflows lint-deploy docs reference \
   site serve-docs licences package lock gpu bench-peers soak sanitize bench-hops tiny-model tiny-head tiny-draft clean
 .DELETE_ON_ERROR:
 
@@ -76,6 +77,10 @@ test-kvpress: $(KVPRESS_READY) ## the adapter for kvpress, in .venv-kvpress
 # The page of `keyhole serve` in Debian's Chromium, driven by Playwright; UPDATE_PICTURES=1 renews the pictures in docs/.
 test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real browser, with .venv-page
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
+
+# Checkpoints that other libraries quantise; each has warnings of its own.
+test-weights: $(WEIGHTS_READY) ## weights of torchao and bitsandbytes, in .venv-weights
+	@.venv-weights/bin/python -m pytest -W default tests/models/weights $(ARGS)
 
 # Common clients against `keyhole serve`. Their own warnings are ignored.
 test-clients: $(CLIENTS_READY) $(READY) ## `keyhole serve` with litellm, langchain-openai, llm and markitdown, in .venv-clients
@@ -258,6 +263,14 @@ $(KVPRESS_READY): pyproject.toml constraints.txt tests/integrations/kvpress.txt 
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-kvpress/bin/python -m pip install -qq --constraint constraints.txt \
 	  --requirement tests/integrations/kvpress.txt pytest --editable '.[kvpress]'
+	@touch $@
+
+$(WEIGHTS_READY): pyproject.toml constraints.txt tests/models/weights/quantisers.txt $(wildcard keyhole/kernels/csrc/* keyhole/kernels/csrc/*/*)
+	@echo "setting up .venv-weights"
+	@$(PYTHON) -m venv .venv-weights
+	@.venv-weights/bin/python -m pip install -qq --constraint constraints.txt torch
+	@.venv-weights/bin/python -m pip install -qq --constraint constraints.txt \
+	  --requirement tests/models/weights/quantisers.txt pytest pytest-xdist hypothesis --editable '.[gguf,lora,quantized]'
 	@touch $@
 
 # torchvision and its like from the package index are built for CUDA and break transformers on a CPU.

@@ -122,7 +122,7 @@ def test_numbers_that_are_none_fail_the_checks(
     tensors["model.layers.1.input_layernorm.weight"].fill_(float("nan"))
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
     assert main(["verify", "--model", str(damaged), "--device", "cpu"]) == 2
-    assert "the model gave NaN or infinite logits" in capsys.readouterr().err
+    assert "the model computed NaN or infinite logits" in capsys.readouterr().err
 
 
 def _copy(folder: str, to: Path) -> Path:
