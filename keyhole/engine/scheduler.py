@@ -158,10 +158,16 @@ class Scheduler:
             sequence = self.waiting.next_to_run()
             if sequence is None:
                 break
+            copies: PageCopies = []
             try:
-                admitted = self._admit(sequence, plan)
+                admitted = self._admit(sequence, copies)
             except KeyholeError as error:
+                self._discard(copies)
                 if sequence.context is None:
+                    self._release(sequence)
+                    sequence.num_computed = 0
+                    if plan.admitted:  # they run first; then the error comes again
+                        break
                     raise
                 self.refuse(sequence, error)
                 plan.refused.append(sequence)
@@ -169,6 +175,8 @@ class Scheduler:
             if not admitted:
                 break
             self.waiting.admit(sequence)
+            plan.admitted.append(sequence)
+            plan.copies += copies
             if sequence.loading is None:
                 count = 1 if sequence.is_decoding else self._chunk(sequence, budget)
                 budget -= self._enter(sequence, count, plan)
@@ -296,9 +304,11 @@ class Scheduler:
         plan.chunks.append((sequence, count))
         return count
 
-    def _admit(self, sequence: Sequence, plan: SchedulerOutput) -> bool:
-        """Admits a waiting sequence: a slot, cached pages, and new ones for its other tokens."""
-        copies: PageCopies = []
+    def _admit(self, sequence: Sequence, copies: PageCopies) -> bool:
+        """Admits a waiting sequence: a slot, cached pages, and new ones for its other tokens.
+
+        Adds the pages to be copied for it to `copies`.
+        """
         at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens) if at_once else sequence.num_prompt
         if sequence.filling is None:
@@ -319,8 +329,6 @@ class Scheduler:
             sequence.first = sequence.num_computed
             sequence.loading = self._loads(sequence)
         sequence.slot = self._slots.pop()
-        plan.admitted.append(sequence)
-        plan.copies += copies
         sequence.begun = sequence.begun or time.perf_counter()
         self.running.append(sequence)
         return True

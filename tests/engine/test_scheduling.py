@@ -16,6 +16,8 @@ from keyhole import (
     StreamingLLM,
 )
 from keyhole.engine.engine import Engine
+from keyhole.engine.scheduler import PageCopies
+from keyhole.engine.sequence import Sequence
 from keyhole.models.model import Model
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -169,3 +171,38 @@ def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(model: 
         small.step()
     assert gave_way
     assert [request.stats().cached_prompt_tokens for request in requests] == [0, 0]
+
+
+def test_an_error_of_one_admission_does_not_lose_the_pages_of_another(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached prompt continues in a copy of its last page, made before the model runs."""
+    text, few = list(range(5, 21)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    plain = engine(model, None)
+    alone = plain.add(text, few)
+    while plain.has_work:
+        plain.step()
+    busy = engine(model, None)
+    first = busy.add(text, PARAMS)
+    while not first.generated:
+        busy.step()
+    again, other = busy.add(text, few), busy.add(text[3:], few)
+    admit = busy.scheduler._reserve_all
+
+    def fails(sequence: Sequence, copies: PageCopies) -> bool:
+        if sequence is other:
+            raise CapacityError("no memory")
+        return admit(sequence, copies)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(busy.scheduler, "_reserve_all", fails)
+        busy.step()
+        assert again.num_cached == len(text) - 1
+        assert len(again.generated) == 1
+        with pytest.raises(CapacityError, match="no memory"):
+            busy.step()
+    while busy.has_work:
+        busy.step()
+        busy.check_integrity()
+    assert again.generated == alone.generated
+    assert other.finish_reason == "length"
