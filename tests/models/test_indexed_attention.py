@@ -186,7 +186,7 @@ def test_what_an_indexer_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_other_indexers_are_refused_with_their_reason() -> None:
     for family, reason in {
-        "qwen4_exp_text": "an indexer that is different from DeepSeek-V3.2's",
+        "qwen4_exp_text": "an indexer other than DeepSeek-V3.2's",
         "dots3_note_text": "whose shape differs between layers",
         "deepseek_v4": "compressed_sparse_attention, heavily_compressed_attention",
     }.items():
