@@ -173,7 +173,7 @@ def test_families_with_attention_of_their_own_load_from_a_folder(
         ("bart", "encoder-decoder"),
         ("mamba", "recurrent state"),
         ("recurrent_gemma", "its recurrent state in the module"),
-        ("qwen4_exp_text", "an indexer that is different"),
+        ("qwen4_exp_text", "an indexer other than"),
         ("blt", "consists of several models"),
         ("openai-gpt", "4 of 4 attention layers of the family 'openai-gpt' compute attention in"),
         ("doge", "masks tokens by learned scores"),
