@@ -63,14 +63,11 @@ class PageFiller:
             return
         if not pace.begin(spent=spent, alone=not plan.runs, only_decodes=not plan.chunks):
             return
-        if sequence.loading is not None:
-            sequence.loading.run(pace)
-            if sequence.loading.is_done:
-                sequence.loading = None
-            return
         try:
             self._fill(sequence)
         except KeyholeError as error:  # damaged, too large
+            if sequence.loading is not None:
+                raise
             self._scheduler.refuse(sequence, error)
             plan.refused.append(sequence)
 
@@ -84,16 +81,20 @@ class PageFiller:
             self._pace.computed(sum(count for _, count in plan.chunks), seconds)
 
     def _fill(self, sequence: Sequence) -> None:
-        if sequence.filling is None:
+        if sequence.loading is None and sequence.filling is None:
             sequence.filling = self._document_prefill(sequence.under).begin(sequence)
+        work = sequence.loading or sequence.filling
+        assert work is not None
         try:
-            sequence.filling.run(self._pace)
+            work.run(self._pace)
         except OutOfPages:
             self._scheduler.out_of_pages(sequence)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise CapacityError(
-                f"the documents of a prompt of {sequence.num_prompt} tokens did not fit in "
+                f"what is stored of a prompt of {sequence.num_prompt} tokens did not fit in "
                 "memory; lower prefill_chunk or memory="
             ) from error
+        if sequence.loading is not None and sequence.loading.is_done:
+            sequence.loading = None

@@ -101,9 +101,15 @@ def test_an_answer_that_is_wrong_from_its_first_word_has_no_map(
     line |= {"task": "tiny_derive", "length": 256, "policy": "sliding_window", "budget": 32}
     nothing = dict.fromkeys(("needed", "tokens_back", "step", "read", "read_before"))
     first = FirstError(
-        seed=7, word=0, right="a", written="b", kind="copied", sparse_layers=(),
-        recorded=Recorded(Trace([]), 256, "b"), **nothing,
-    )  # fmt: skip
+        seed=7,
+        word=0,
+        right="a",
+        written="b",
+        kind="copied",
+        sparse_layers=(),
+        recorded=Recorded(Trace([]), 256, "b"),
+        **nothing,
+    )
     monkeypatch.setattr(evaluation, "_wrong", lambda _: [(line, [7])])
     monkeypatch.setattr(evaluation.first_error, "find", lambda *_, **__: first)
     model, file = load(keyhole.tiny(), "cpu"), LineFile(tmp_path / "a.jsonl")

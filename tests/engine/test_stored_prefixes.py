@@ -16,7 +16,7 @@ from keyhole.engine.engine import Engine
 from keyhole.engine.prompts import prefix_store
 from keyhole.engine.prompts.prefix_store import PrefixStore
 from keyhole.engine.sequence import Sequence as Request
-from keyhole.errors import ConfigError
+from keyhole.errors import CapacityError, ConfigError
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.policies import make_policy
@@ -227,6 +227,25 @@ def test_a_request_may_leave_while_its_prefix_is_read(
     later.check_integrity()
     assert request.first == STORED
     close(request, forced_logits(llama, FULL, PROMPT, GIVEN))
+
+
+def test_a_prefix_that_does_not_fit_in_memory_says_what_helps(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(engine(llama, tmp_path))
+    later = engine(llama, tmp_path)
+    request = forced(later, PROMPT, GIVEN)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixStore, "read", fails)
+        with pytest.raises(CapacityError, match="did not fit in memory"):
+            run(later)
+    later.abort(request)
+    later.check_integrity()
+    close(asked(later), forced_logits(llama, FULL, PROMPT, GIVEN))
 
 
 def test_settings_that_do_not_go_together_are_refused(llama: Model, tmp_path: Path) -> None:
