@@ -47,7 +47,9 @@ def _in_floats(weight: Weight, dtype: torch.dtype) -> bool:
         return False
     if isinstance(weight, PackedWeight):
         return weight.bits == 6
-    if cpu.current() in ("avx512", "amx"):
+    if cpu.current() == "amx":
+        return weight.bits == 6 or dtype != torch.bfloat16
+    if cpu.current() == "avx512":
         return weight.bits != 4 or dtype != torch.bfloat16
     return cpu.current() != "avx2"
 

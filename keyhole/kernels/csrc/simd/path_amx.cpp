@@ -63,11 +63,15 @@ void linear(const Linear& a) {
 
 void packed_linear(const PackedLinear& a) {
     if (a.next) packed_linear(*a.next);
-    // Two tokens have few enough products for vectors, which need not wait for whole rows of codes.
-    const bool fit = a.dtype == DType::bfloat16 && a.O >= kTile && a.T > 2 && a.T <= kMostTokens &&
-                     a.weight.group % 32 == 0 && !a.blocks.of_blocks;
-    if (fit && a.weight.bits == 4) return matrix_packed_linear<4>(a);
-    if (fit && a.weight.bits == 8) return matrix_packed_linear<8>(a);
+    // One or two tokens have few enough products with codes of 4 bits for vectors.
+    const int64_t least = a.weight.bits == 4 ? 3 : 1;
+    if (a.dtype == DType::bfloat16 && a.O >= kTile && a.T >= least && a.T <= kMostTokens &&
+        a.weight.bits != 6) {
+        const bool four = a.weight.bits == 4;
+        if (a.weight.group == 32)
+            return four ? matrix_packed_linear<4, 32>(a) : matrix_packed_linear<8, 32>(a);
+        return four ? matrix_packed_linear<4, 64>(a) : matrix_packed_linear<8, 64>(a);
+    }
     PackedLinear one = a;
     one.next = nullptr;
     avx512_path.packed_linear(one);

@@ -17,14 +17,15 @@ template <int tile>
 }
 constexpr int64_t kTileBytes = 1024;
 
-// Configures the unit for the calling thread while it lives.
+// Configures the unit for the calling thread while it lives. depth: bytes of a row of the left operands,
+// tiles 4 and 5, where it is not that of the others; the right ones are tiles 6 and 7 then.
 class MatrixUnit {
   public:
-    MatrixUnit() {
+    explicit MatrixUnit(int depth = 64) {
         alignas(64) uint8_t config[64] = {1};  // the only palette
         for (int i = 0; i < 8; i++) {
-            config[16 + 2 * i] = 64;  // bytes of a row
-            config[48 + i] = 16;      // rows
+            config[16 + 2 * i] = static_cast<uint8_t>(i == 4 || i == 5 ? depth : 64);  // bytes of a row
+            config[48 + i] = static_cast<uint8_t>(i > 5 ? depth / 4 : 16);             // rows
         }
         __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
     }

@@ -303,7 +303,8 @@ static void packed_linear(const PackedLinear& a) {
     if constexpr (CodeProduct<T>::scaled) {
         if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
     } else if constexpr (OwnRows<T, 4>::exists) {
-        if (a.blocks.of_blocks) return packed_linear_in<T, float, 4>(a);
+        if (a.blocks.of_blocks && a.weight.bits == 4) return packed_linear_in<T, float, 4>(a);
+        if (a.blocks.of_blocks) return packed_linear_in<T, float, 8>(a);
     }
     packed_linear_by<T, T>(a);
 }
