@@ -55,7 +55,7 @@ def test_products_are_those_of_the_unpacked_weight(
 
 
 @given(
-    st.integers(1, 12),
+    st.integers(1, 36),
     st.sampled_from((1, 15, 16, 17, 100)),
     st.integers(1, 5),
     st.sampled_from([(4, 1, False), (8, 1, False), (4, 8, True), (6, 8, True), (6, 16, False)]),
