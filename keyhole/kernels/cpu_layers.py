@@ -48,11 +48,11 @@ def _in_floats(weight: Weight, x: Tensor) -> bool:
     if isinstance(weight, PackedWeight):
         return weight.bits == 6
     path, in_bfloat16 = cpu.current(), x.dtype == torch.bfloat16
-    if path == "amx" and weight.bits == 8 and in_bfloat16:
+    if path not in ("avx512", "amx"):
+        return path != "avx2"
+    if weight.bits == 8 and in_bfloat16:
         return x.numel() <= 2 * x.shape[-1]  # of one or two tokens (benchmarks/LOG.md)
-    if path in ("avx512", "amx"):
-        return weight.bits != 4 or not in_bfloat16
-    return path != "avx2"
+    return weight.bits != 4 or not in_bfloat16
 
 
 # Contiguous copies are kept in variables: one that is referenced by its address only is freed.

@@ -26,6 +26,7 @@ namespace {
 #include "prefill.h"
 #include "linear.h"
 #include "packed_linear.h"
+#include "codes_avx512.h"
 #include "linear_amx.h"
 
 bool fits(int64_t D, int64_t Dv) { return D <= kMostColumns && Dv <= kMostColumns; }
@@ -62,19 +63,8 @@ void linear(const Linear& a) {
 }
 
 void packed_linear(const PackedLinear& a) {
-    if (a.next) packed_linear(*a.next);
-    // One or two tokens have few enough products with codes of 4 bits for vectors.
-    const int64_t least = a.weight.bits == 4 ? 3 : 1;
-    if (a.dtype == DType::bfloat16 && a.O >= kTile && a.T >= least && a.T <= kMostTokens &&
-        a.weight.bits != 6) {
-        const bool four = a.weight.bits == 4;
-        if (a.weight.group == 32)
-            return four ? matrix_packed_linear<4, 32>(a) : matrix_packed_linear<8, 32>(a);
-        return four ? matrix_packed_linear<4, 64>(a) : matrix_packed_linear<8, 64>(a);
-    }
-    PackedLinear one = a;
-    one.next = nullptr;
-    avx512_path.packed_linear(one);
+    if (a.dtype != DType::bfloat16 || !multiply_in_digits<MatrixCodes>(a))
+        avx512_path.packed_linear(a);
 }
 
 }  // namespace

@@ -168,3 +168,5 @@ struct Product<bfloat16> {
                                         table);
     }
 };
+
+#include "transpose_avx512.h"

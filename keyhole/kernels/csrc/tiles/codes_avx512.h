@@ -135,3 +135,231 @@ struct OwnRows<bfloat16, 4> {
         return {_mm512_insertf32x8(_mm512_set1_ps(scales[place]), _mm256_set1_ps(scales[second]), 1)};
     }
 };
+
+// Products in whole numbers, of which more tokens need fewer steps: codes of 4 or 8 bits are bytes, and inputs become two digits
+// of a byte each, which rounds an input to 2^-16 of the largest one of its group, as in codes_avx2.h.
+
+// Inputs of sets of tokens, as tiles of sixteen columns: the upper digits of eight tokens and then their
+// lower ones, or one tile of either of sixteen tokens. Row k of a tile has weights 4k .. 4k + 3.
+struct CodeInputs {
+    int64_t tokens, digit_tiles;  // of a set
+    int64_t sets, tile_bytes, groups;
+    uint8_t* tiles;                   // [sets][digit_tiles][I / 64]
+    float (*steps)[16], (*sums)[16];  // [sets][groups]: what products are multiplied by; of inputs
+
+    CodeInputs(const PackedLinear& a, int64_t tokens)
+        : tokens(tokens), digit_tiles(kDigits * tokens / 16), sets((a.T + tokens - 1) / tokens),
+          tile_bytes(16 * a.I), groups(a.I / a.weight.group) {
+        const int64_t all = sets * groups;
+        tiles = static_cast<uint8_t*>(
+            workspace(1, sets * digit_tiles * tile_bytes + 2 * all * sizeof *sums +
+                             tokens * kDigits * a.I));
+        steps = reinterpret_cast<float (*)[16]>(tiles + sets * digit_tiles * tile_bytes);
+        sums = steps + all;
+        memset(steps, 0, 2 * all * sizeof *sums);
+        auto* const digits = reinterpret_cast<uint8_t*>(sums + all);  // [tokens][kDigits][I]
+        for (int64_t set = 0; set < sets; set++) {
+            const int64_t count = lesser(a.T - set * tokens, tokens);
+            for (int64_t t = 0; t < count; t++) {
+                const auto* x = static_cast<const bfloat16*>(a.x) + (set * tokens + t) * a.x_stride;
+                for (int64_t g = 0, size = a.weight.group; g < groups; g++)
+                    keep(x + g * size, size, digits + kDigits * t * a.I + g * size, a.I,
+                         steps[set * groups + g] + t, sums[set * groups + g] + t);
+            }
+            for (int64_t tile = 0; tile < digit_tiles; tile++) {
+                const auto bytes = [&](int64_t column, int64_t at) {
+                    const int64_t t = column % tokens, digit = tile + column / tokens;
+                    return t < count ? _mm512_loadu_si512(digits + (kDigits * t + digit) * a.I + at)
+                                     : _mm512_setzero_si512();
+                };
+                pack_rows(bytes, 16, a.I, tiles + (set * digit_tiles + tile) * tile_bytes);
+            }
+        }
+    }
+
+  private:
+    // Of one token and group. A group without an input above 2^-100 counts as zeros.
+    void keep(const bfloat16* x, int64_t count, uint8_t* upper, int64_t stride, float* step,
+              float* sum) const {
+        constexpr float limit = 127 * 256 + 127, least = 0x1p-100f;  // limit by least is finite
+        Vector all = broadcast(0.0f), high = all;
+        for (int64_t i = 0; i < count; i += 16) {
+            const Vector v = load(x + i);
+            all = all + v;
+            high = max(high, max(v, broadcast(0.0f) - v));
+        }
+        const float top = largest(high), plain = total(all);
+        const Vector up = broadcast(top > least ? limit / top : 0.0f);
+        for (int64_t i = 0; i < count; i += 16) {
+            const __m512i n = _mm512_cvtps_epi32((load(x + i) * up).v);
+            const __m512i rounded = _mm512_add_epi32(n, _mm512_set1_epi32(128));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(upper + i),
+                             _mm512_cvtepi32_epi8(_mm512_srai_epi32(rounded, 8)));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(upper + stride + i),
+                             _mm512_cvtepi32_epi8(n));  // the lower byte
+        }
+        const bool finite = plain - plain == 0.0f;
+        *step = finite ? top / limit : NAN;
+        if (digit_tiles == 1) step[tokens] = *step, *step *= 256.0f;
+        *sum = finite && top <= least ? 0.0f : plain;
+    }
+};
+
+// The scales and minimums of sixteen rows as floats, those of a group one after another.
+struct CodeScales {
+    int64_t groups;
+    float (*scales)[kTile], (*minimums)[kTile];
+
+    CodeScales(const PackedLinear& a, int64_t first) : groups(a.I / a.weight.group) {
+        const int64_t all = rounded_up(groups, 16);
+        scales = static_cast<float (*)[kTile]>(
+            workspace(3, 2 * all * static_cast<int64_t>(sizeof *scales)));
+        minimums = scales + all;
+        if (a.blocks.of_blocks) keep(scales_from<float>(a, first, kTile));
+        else keep(scales_from<bfloat16>(a, first, kTile));
+    }
+
+  private:
+    template <class S>
+    void keep(GroupScales<S> by) {
+        const auto put = [&](const S* from, float (*to)[kTile]) {
+            const auto floats = [&](int64_t row, int64_t at) {
+                const int count = static_cast<int>(lesser(groups - at / 4, 16));
+                return _mm512_castps_si512(load(from + row * groups + at / 4, count).v);
+            };
+            pack_rows(floats, kTile, 4 * groups, reinterpret_cast<uint8_t*>(to));
+        };
+        put(by.scales, scales);
+        put(by.minimums, minimums);
+    }
+};
+
+// 64 codes of a row, a byte each.
+template <int bits>
+[[gnu::always_inline]] static inline __m512i bytes_of(const uint8_t* codes) {
+    if (bits == 8) return _mm512_loadu_si512(codes);
+    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i twice =
+        _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    return _mm512_and_si512(_mm512_srlv_epi16(twice, shift), _mm512_set1_epi8(15));
+}
+
+// Prefetches a line of the codes of each of sixteen rows, of which `at` bytes have been read. At the
+// ends of the rows those that come next begin, if there are some.
+static inline void ask_codes(const uint8_t* codes, int64_t row_bytes, int64_t at, bool next) {
+    at += 256;  // measured (benchmarks/LOG.md)
+    if (at >= row_bytes) {
+        if (!next) return;
+        at += (kTile - 1) * row_bytes;
+    }
+#pragma GCC unroll 1
+    for (int r = 0; r < kTile; r++) ask(codes + r * row_bytes + at);
+}
+
+// Outputs of a layer, where `Form` multiplies. depth: codes of which no two groups have a part.
+template <class Form, int bits, int depth>
+static void multiply_in_digits(const PackedLinear& a) {
+    const CodeInputs in(a, a.T > 8 ? Form::most_tokens : 8);
+    const auto compute = [&](int64_t first) {
+        const CodeScales by(a, first);
+        for (int64_t set = 0; set < in.sets; set++) {
+            alignas(64) float out[16][kTile];
+            const int64_t begin = set * in.tokens, count = lesser(a.T - begin, in.tokens);
+            Form::template multiply<bits, depth>(a, in, set, count, by, first, out);
+            for (int64_t t = 0; t < count; t++)
+                finish_outputs(out[t], kTile, static_cast<const bfloat16*>(a.bias), first,
+                               static_cast<bfloat16*>(a.out) + (begin + t) * a.O);
+        }
+    };
+    // Blocks in order, as the first codes of the next one are prefetched, and enough pieces for all
+    // threads.
+    const int64_t blocks = (a.O + kTile - 1) / kTile;
+    const int64_t piece = blocks >= 16 * omp_get_max_threads() ? 4 : 1;
+    for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
+        [[maybe_unused]] const typename Form::Unit unit(depth);
+        // The last one begins early enough to be whole: some outputs are computed twice.
+        for (int64_t i = at * piece; i < lesser(blocks, (at + 1) * piece); i++)
+            compute(lesser(i * kTile, a.O - kTile));
+    });
+}
+
+// Whether layers of one input were computed so. One token has few products for each code of 4 bits,
+// which take time to arrange.
+template <class Form>
+static bool multiply_in_digits(const PackedLinear& a) {
+    if (a.weight.bits == 6 || a.T < (a.weight.bits == 4 ? 2 : 1)) return false;
+    for (const PackedLinear* part = &a; part; part = part->next)
+        if (part->O < kTile) return false;
+    const bool four = a.weight.bits == 4, halves = a.weight.group == 32;
+    const auto multiply = four ? halves ? multiply_in_digits<Form, 4, 32> : multiply_in_digits<Form, 4, 64>
+                          : halves ? multiply_in_digits<Form, 8, 32>
+                                   : multiply_in_digits<Form, 8, 64>;
+    for (const PackedLinear* part = &a; part; part = part->next) multiply(*part);
+    return true;
+}
+
+// By VNNI: four codes of sixteen rows at once meet the digits of each token.
+struct VectorCodes {
+    struct Unit {
+        explicit Unit(int) {}
+    };
+    static constexpr int64_t most_tokens = 8;  // of a set
+
+    // Outputs [tokens][rows] of sixteen rows from `first` on and `count` tokens of a set.
+    template <int bits, int depth>
+    static void multiply(const PackedLinear& a, const CodeInputs& in, int64_t set, int64_t count,
+                         const CodeScales& by, int64_t first, float (*out)[kTile]) {
+        if (count > 4) multiply_tokens<bits, depth, 8>(a, in, set, by, first, out);
+        else if (count > 2) multiply_tokens<bits, depth, 4>(a, in, set, by, first, out);
+        else multiply_tokens<bits, depth, 2>(a, in, set, by, first, out);
+    }
+
+  private:
+    template <int bits, int depth, int H>
+    static void multiply_tokens(const PackedLinear& a, const CodeInputs& in, int64_t set,
+                                const CodeScales& by, int64_t first, float (*out)[kTile]) {
+        const int64_t row_bytes = a.I * bits / 8;
+        const uint8_t* codes = a.weight.codes + first * row_bytes;
+        const uint8_t* x = in.tiles + set * in.tile_bytes;
+        Vector totals[H];
+        __m512i upper[H], lower[H];
+        for (int h = 0; h < H; h++) {
+            totals[h] = broadcast(0.0f);
+            upper[h] = lower[h] = _mm512_setzero_si512();
+        }
+        int64_t left = a.weight.group, g = 0;  // codes of the group
+        for (int64_t i = 0; i < a.I; i += kBlock) {
+            if (i % (512 / bits) == 0)
+                ask_codes(codes, row_bytes, i * bits / 8, first + 2 * kTile <= a.O);
+            __m512i rows[kTile], columns[kBlock / 4];
+            for (int r = 0; r < kTile; r++)
+                rows[r] = bytes_of<bits>(codes + r * row_bytes + i * bits / 8);
+            transpose(rows, columns);
+            for (int k = 0; k < kBlock / 4;) {
+                for (const int end = k + depth / 4; k < end; k++, x += 64)
+                    for (int h = 0; h < H; h++) {
+                        upper[h] = _mm512_dpbusd_epi32(upper[h], columns[k], four(x + 4 * h));
+                        lower[h] = _mm512_dpbusd_epi32(lower[h], columns[k], four(x + 4 * (8 + h)));
+                    }
+                left -= depth;
+                if (left) continue;
+                const Vector scale = load(by.scales[g]), minimum = load(by.minimums[g]);
+                const float* step = in.steps[set * in.groups + g];
+                const float* sum = in.sums[set * in.groups + g];
+                for (int h = 0; h < H; h++) {
+                    const Vector number = whole(upper[h], lower[h]) * broadcast(step[8 + h]);
+                    totals[h] = fma(scale, number, fma(minimum, broadcast(sum[h]), totals[h]));
+                    upper[h] = lower[h] = _mm512_setzero_si512();
+                }
+                left = a.weight.group;
+                g++;
+            }
+        }
+        for (int h = 0; h < H; h++) store(out[h], totals[h]);
+    }
+};
+
+template <>
+bool multiply_otherwise<bfloat16>(const PackedLinear& a) {
+    return multiply_in_digits<VectorCodes>(a);
+}

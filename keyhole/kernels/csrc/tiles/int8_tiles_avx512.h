@@ -102,29 +102,10 @@ template <class T>
 // Sixteen rows of 16 groups of four numbers, transposed, plus 128.
 [[gnu::always_inline]] static inline void transposed(const int8* const* rows, int64_t d, int64_t D,
                                                      __m512i* out) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = span(rows[i], d, D);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {  // a[i + j]: groups 4 n + j, n the 128-bit part, of 4 rows
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    const __m512i shift = _mm512_set1_epi8(-128);
-    for (int j = 0; j < 4; j++) {
-        const __m512i x = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
-        const __m512i y = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-        const __m512i z = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-        const __m512i w = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-        out[j] = _mm512_xor_si512(shift, _mm512_shuffle_i32x4(x, z, 0x88));
-        out[4 + j] = _mm512_xor_si512(shift, _mm512_shuffle_i32x4(y, w, 0x88));
-        out[8 + j] = _mm512_xor_si512(shift, _mm512_shuffle_i32x4(x, z, 0xdd));
-        out[12 + j] = _mm512_xor_si512(shift, _mm512_shuffle_i32x4(y, w, 0xdd));
-    }
+    __m512i words[16];
+    for (int i = 0; i < 16; i++) words[i] = span(rows[i], d, D);
+    transpose(words, out);
+    for (int i = 0; i < 16; i++) out[i] = _mm512_xor_si512(_mm512_set1_epi8(-128), out[i]);
 }
 
 // Scores [H][128] of a tile.

@@ -15,8 +15,6 @@ template <int tile>
 [[gnu::always_inline]] static inline void clear_tile() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(tile));
 }
-constexpr int64_t kTileBytes = 1024;
-
 // Configures the unit for the calling thread while it lives. depth: bytes of a row of the left operands,
 // tiles 4 and 5, where it is not that of the others; the right ones are tiles 6 and 7 then.
 class MatrixUnit {
@@ -40,48 +38,9 @@ template <int to, int left, int right>
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(to), "i"(left), "i"(right));
 }
 
-// Eight registers of two 8 x 8 matrices of words of four bytes, one in either half: transposed.
-[[gnu::always_inline]] static inline void transpose_halves(__m512i* r) {
-    __m512i a[8], b[8];
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
-            b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
-        }
-    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-    const __m512i odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_permutex2var_epi64(b[i], even, b[4 + i]);
-        r[4 + i] = _mm512_permutex2var_epi64(b[i], odd, b[4 + i]);
-    }
-}
-
-// Right operands of `count` rows of I numbers, a multiple of 32: for every 32 of them a tile, in which
-// each row is a column; columns without a row are zero. `numbers(i, d)`: row i's d .. d + 31.
-template <class Numbers>
-static inline void pack_rows(Numbers numbers, int64_t count, int64_t I, uint8_t* tiles) {
-    for (int column = 0; column < 16; column += 8) {
-        uint8_t* to = tiles + 4 * column;
-        for (int64_t d = 0; d < I; d += 32, to += kTileBytes) {
-            __m512i r[8];
-            for (int i = 0; i < 8; i++)
-                r[i] = column + i < count ? numbers(column + i, d) : _mm512_setzero_si512();
-            if (column < count) transpose_halves(r);
-            for (int i = 0; i < 8; i++) {
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64 * i),
-                                    _mm512_castsi512_si256(r[i]));
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64 * (8 + i)),
-                                    _mm512_extracti64x4_epi64(r[i], 1));
-            }
-        }
-    }
-}
+// Right operands of `count` rows of I numbers, a multiple of 32, each of which is a column.
 static inline void pack_rows(const bfloat16* rows, int64_t stride, int64_t count, int64_t I,
                              uint8_t* tiles) {
-    pack_rows([=](int64_t i, int64_t d) { return _mm512_loadu_si512(rows + i * stride + d); },
-              count, I, tiles);
+    pack_rows([=](int64_t i, int64_t at) { return _mm512_loadu_si512(rows + i * stride + at / 2); },
+              count, 2 * I, tiles);
 }

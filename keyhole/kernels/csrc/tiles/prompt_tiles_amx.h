@@ -40,8 +40,8 @@ class PromptTiles<bfloat16> {
     // of 32 tokens each.
     void pack(const MatrixTile& tile) const {
         for (int t = 0; t < tokens; t += kTile)
-            pack_rows([&](int64_t i, int64_t d) { return span(tile.key[t + i], d, a_.D); }, kTile,
-                      D_, keys_ + 2 * t * D_);
+            pack_rows([&](int64_t i, int64_t at) { return span(tile.key[t + i], at / 2, a_.D); },
+                      kTile, 2 * D_, keys_ + 2 * t * D_);
         alignas(64) static constexpr int16_t kPairs[64] = {  // numbers of two rows in turn
             0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
             11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
