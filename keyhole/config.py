@@ -463,8 +463,12 @@ class EngineConfig:
                 f"prefix_store {self.prefix_store!r} cannot be used with draft {self.draft!r}: the "
                 "keys and values of the draft are not stored; leave one of them out"
             )
-        sizes = (field.name for field in dataclasses.fields(self) if is_size(field))
-        for name in ("max_length", *sizes):
+        for name in ("offload", "prefix_store"):  # the current folder is "."
+            require(getattr(self, name) != "", name, "", "a folder; leave it out for none")
+        right = "at least 2: a prompt and a new token"
+        good = self.max_length is None or is_count(self.max_length, 2)
+        require(good, "max_length", self.max_length, right)
+        for name in (field.name for field in dataclasses.fields(self) if is_size(field)):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
         for name, verb, needed in (
