@@ -443,7 +443,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
-        require(self.max_batch < 2**31, "max_batch", self.max_batch, "below 2,147,483,648")
+        # Slots and rows of page tables are made for all of them.
+        require(self.max_batch <= 2**20, "max_batch", self.max_batch, "at most 1,048,576")
         require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (DRAFTS[0] if self.draft is None else self.draft).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):

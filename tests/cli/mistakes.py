@@ -100,7 +100,10 @@ MISTAKES = [
     ),
     ("generate x --total-memory much", "--total-memory 'much' is not a size; write for example"),
     ("generate x --max-batch 0", "max_batch 0 must be at least 1"),
-    ("generate x --max-batch 99999999999999999999", "max_batch 99999999999999999999 must be below"),
+    (
+        "generate x --max-batch 99999999999999999999",
+        "max_batch 99999999999999999999 must be at most",
+    ),
     ("generate x --page-size 0", "page_size 0 must be at least 1"),
     ("generate x --page-size x", "--page-size 'x' must be a whole number"),
     ("generate x --prefill-chunk 0", "prefill_chunk 0 must be at least 1"),
