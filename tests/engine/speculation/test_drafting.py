@@ -451,7 +451,8 @@ def test_recorded_steps_are_repeated_with_drafts(
 ) -> None:
     """As in tests/engine/test_cuda_graph_runner.py, up to rounding: more rows are padding."""
     pair = Pair(monkeypatch, model, small(name), draft="ngram", num_draft_tokens=COUNT)
-    texts = [one.tokens for one in served(make_engine(model, small(name)), RECORDED)]
+    plain = served(make_engine(model, small(name)), RECORDED)
+    texts = [one.tokens.tolist() for one in plain]
     for engine in (pair.plain, pair.engine):
         under_draft(engine, Erring(texts, VOCAB))
     pair.run([(when, len(tokens), count) for when, tokens, count in RECORDED], within=1e-5)
