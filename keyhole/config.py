@@ -443,7 +443,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         settle_types(self)
         require_counts(self, "max_batch", "page_size", "prefill_chunk", "num_draft_tokens")
-        require(self.max_batch < 2**31, "max_batch", self.max_batch, "below 2,147,483,648")
+        # Slots and rows of page tables are made for all of them.
+        require(self.max_batch <= 2**20, "max_batch", self.max_batch, "at most 1,048,576")
         require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (DRAFTS[0] if self.draft is None else self.draft).partition(":")
         if name not in DRAFTS or (colon and not self.drafts_by_model):
@@ -463,8 +464,12 @@ class EngineConfig:
                 f"prefix_store {self.prefix_store!r} cannot be used with draft {self.draft!r}: the "
                 "keys and values of the draft are not stored; leave one of them out"
             )
-        sizes = (field.name for field in dataclasses.fields(self) if is_size(field))
-        for name in ("max_length", *sizes):
+        for name in ("offload", "prefix_store"):  # the current folder is "."
+            require(getattr(self, name) != "", name, "", "a folder; leave it out for none")
+        right = "at least 2: a prompt and a new token"
+        good = self.max_length is None or is_count(self.max_length, 2)
+        require(good, "max_length", self.max_length, right)
+        for name in (field.name for field in dataclasses.fields(self) if is_size(field)):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")
         for name, verb, needed in (

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from keyhole.config import EngineConfig, SamplingParams, parse_bytes, require
+from keyhole.documents.source import place_of
 from keyhole.documents.store import require_check
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.documents.prompt import assemble
@@ -180,9 +181,11 @@ class LLM:
         host_document_bytes: int | str | None = None,
     ) -> None:
         require_check(documents_check, "documents_check")
+        documents = place_of(documents)
         if not isinstance(prefix_cache, bool):
             right = f"left out, because prefix_cache={str(prefix_cache)!r} also names a folder"
             require(prefix_store is None, "prefix_store", prefix_store, right)
+            require(prefix_cache != "", "prefix_cache", prefix_cache, "True, False or a folder")
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
             max_batch=max_batch,

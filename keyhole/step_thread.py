@@ -273,7 +273,8 @@ class StepThread:
         return Update(request.number, tokens, extras, is_first=not given)
 
     def _fail(self, request: _Request, error: BaseException) -> None:
-        if request.sequence is not None:
+        # One that the failed step has completed has its result.
+        if request.sequence is not None and not request.sequence.is_finished:
             self._free(request)
             request.error = error
 

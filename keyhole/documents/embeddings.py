@@ -70,7 +70,7 @@ class SentenceEncoder:
                     "search by embeddings needs more packages: pip install 'keyhole[embeddings]'"
                 )
         place = Path(folder)
-        if not place.is_dir():
+        if not str(folder) or not place.is_dir():
             raise ConfigError(f"embeddings {str(folder)!r} must be a folder with an encoder")
         modules = _json(place / "modules.json") or []
         _check_modules(place, modules)

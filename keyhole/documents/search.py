@@ -57,7 +57,7 @@ class Retriever(Protocol):
 
         documents: to be called once no other update can run: an older list than that of the
         update before would remove what has just been stored. text: returns the text of a name, for
-        new documents; None if it cannot be read now.
+        new documents; None if it cannot be read now, or is no longer the one in the list.
         """
         ...
 

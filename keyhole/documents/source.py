@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.config import is_count
+from keyhole.config import is_count, require
 from keyhole.documents.integrity import RecordError, canonical, is_sealed, seal, sha256
 from keyhole.errors import ConfigError
 
 #: Tokens of a block, SamKV's unit (section 4.1).
 BLOCK_SIZE = 64
+#: The most, as the memory that statistics of a block take grows with its size.
+_MOST_BLOCK_SIZE = 1 << 14
 
 
 def default_place() -> str:
@@ -31,12 +33,24 @@ def default_place() -> str:
     return str(Path(home) / "keyhole" / "documents")
 
 
+def place_of(given: str | Path | None, name: str = "documents") -> str:
+    """The place that a setting names; None: the default one. ConfigError for an empty text."""
+    require(given != "", name, given, "a folder or a URL; leave it out for the default one")
+    return default_place() if given is None else str(given)
+
+
 def local_folder(place: str) -> Path | None:
     """The folder that a place names, as a path or a file URL; None for any other URL."""
     protocol, mark, path = place.rpartition("://")
     if mark and protocol not in ("file", "local"):
         return None
     return None if "::" in place else Path(path).expanduser().absolute()
+
+
+def check_block_size(size: int) -> None:
+    """ConfigError unless documents can be stored in blocks of `size` tokens."""
+    good = is_count(size) and size <= _MOST_BLOCK_SIZE
+    require(good, "block_size", size, f"at least 1 and at most {_MOST_BLOCK_SIZE:,}")
 
 
 #: Every first line ends before this byte.

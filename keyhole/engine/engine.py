@@ -322,10 +322,21 @@ class Engine:
         return advanced + plan.refused
 
     def _prepare(self, plan: SchedulerOutput) -> None:
-        """Brings what the step continues from to where the scheduler wants it."""
-        for source, target in plan.copies:
-            self.cache.copy(source, target)
-            self.cache.release(source)
+        """Brings what the step continues from to where the scheduler wants it.
+
+        CapacityError if memory runs out; what was to be admitted then waits again.
+        """
+        try:
+            while plan.copies:
+                self.cache.copy(*plan.copies[0])
+                self.cache.release(plan.copies.pop(0)[0])
+        except (RuntimeError, MemoryError) as error:
+            self.scheduler.put_back(plan)
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                "copies of cached pages did not fit in memory; lower max_batch or memory="
+            ) from error
         for sequence in plan.admitted:
             known, group = sequence.num_computed, sequence.page_group
             if self.scheduler.states is not None and known:

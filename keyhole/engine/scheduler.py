@@ -188,6 +188,12 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.error, sequence.finish_reason = error, "error"
 
+    def put_back(self, plan: SchedulerOutput) -> None:
+        """Undoes the admissions of a step whose copies cannot all be made."""
+        self._discard(plan.copies)
+        for sequence in reversed(plan.admitted):
+            self._return(sequence)
+
     def out_of_pages(self, sequence: Sequence) -> None:
         """Releases the pages of a sequence being filled, to wait until others end.
 
@@ -402,14 +408,19 @@ class Scheduler:
             if begun is not None:
                 self.out_of_pages(begun)
                 continue
-            youngest = self.running.pop()
-            self._leave(youngest)
-            youngest.num_computed = youngest.evicted_pages = 0
-            self.waiting.appendleft(youngest)
+            youngest = self.running[-1]
+            self._return(youngest)
             plan.preempted.append(youngest)
             if youngest is sequence:
                 return False
         return True
+
+    def _return(self, sequence: Sequence) -> None:
+        """Returns a running sequence to the head of the queue; its pages are released."""
+        self.running.remove(sequence)
+        self._leave(sequence)
+        sequence.num_computed = sequence.evicted_pages = 0
+        self.waiting.appendleft(sequence)
 
     def _reserve(self, sequence: Sequence, length: int, spare: int = 0) -> bool:
         """Pages for `length` tokens, if `spare` more are left then."""

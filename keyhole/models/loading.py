@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from keyhole.config import require
 from keyhole.errors import (
     CapacityError,
     ConfigError,
@@ -338,6 +339,7 @@ def _model(
 ) -> Model:
     """A network with our attention, ready to run, with the facts in its files."""
     if isinstance(tokenizer, str | Path):
+        require(bool(str(tokenizer).strip()), "tokenizer", tokenizer, "a folder or a hub id")
         tokenizer = load_tokenizer(named(tokenizer))
     config = network.config
     chosen = read_adapters(network, adapters or {}, name)

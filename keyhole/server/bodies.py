@@ -188,21 +188,21 @@ class SamplingBody(Body):
             field = name if name in names else None
             raise ApiError(400, str(error), param=field) from error
 
-    def policy(self, own: Policy) -> PolicySpec | None:
+    def policy(self, own: Policy, longest: int) -> PolicySpec | None:
         """The policy that the request names; by default `own`, the server's.
 
         Only names and budgets: other settings may name files on this machine. ApiError for a
-        budget above the server's.
+        budget above the server's, or above the longest sequence, as state grows with it.
         """
         asked = self.keyhole
         if asked is None or (asked.policy is None and asked.token_budget is None):
             return None
         budget, most = asked.token_budget, getattr(own, "token_budget", None)
-        if budget is not None and most is not None and budget > most:
+        limit = longest if most is None else most
+        if budget is not None and budget > limit:
+            whose = "the longest sequence" if most is None else "the server's own"
             raise ApiError(
-                400,
-                f"token_budget {budget} must be at most {most}, the server's own",
-                param="keyhole",
+                400, f"token_budget {budget} must be at most {limit}, {whose}", param="keyhole"
             )
         settings = {} if budget is None else {"token_budget": budget}
         name = None if asked.policy is None else policy_name(asked.policy)

@@ -43,7 +43,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
     state.asked(body.messages)
     body.check_others()
     state.check_count(body.completions)
-    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
+    policy = body.policy(state.llm.llm.policy, state.most_tokens)
+    caller = caller_of(request, body.user)
     if body.documents is not None:
         return await _chat_over_documents(body, body.documents, request)
     ready = await asyncio.to_thread(
@@ -71,7 +72,8 @@ async def _chat_over_documents(
     replies = [reply_to_question(state.tokenizer, question) for _ in range(body.completions)]
     grammar = None if rule is None else grammar_of(rule)
     params = body.chat_sampling(grammar, state.adapter(body.model))
-    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
+    policy = body.policy(state.llm.llm.policy, state.most_tokens)
+    caller = caller_of(request, body.user)
     streams = [
         state.llm.stream_ask(
             question, names, reuse=reuse, params=one, chat=True, policy=policy, caller=caller
@@ -104,7 +106,8 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
     grammar = None if rule is None else grammar_of(rule)
     params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
-    policy, caller = body.policy(state.llm.llm.policy), caller_of(request, body.user)
+    policy = body.policy(state.llm.llm.policy, state.most_tokens)
+    caller = caller_of(request, body.user)
     streams = [
         stream
         for prompt in body.prompts

@@ -180,7 +180,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     streams = state.llm.streams(
         {"prompt_token_ids": ready.token_ids},
         params,
-        policy=body.policy(state.llm.llm.policy),
+        policy=body.policy(state.llm.llm.policy, state.most_tokens),
         caller=caller_of(request, body.user),
     )
     return await respond(answer, body, request, streams)

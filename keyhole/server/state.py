@@ -190,14 +190,7 @@ class State:
 
     def update_search(self) -> None:
         """Updates the search index to the stored documents."""
-
-        def text(name: str) -> str | None:
-            try:
-                return self.documents.text(name)
-            except KeyholeError:  # damaged or just removed; the others are found
-                return None
-
-        self.retriever.update(self.documents.list, text)
+        self.documents.update_search(self.retriever)
 
     def _document_state(self) -> DocumentState | None:
         try:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
-from keyhole.engine.sequence import Piece
+from keyhole import LLM, AsyncLLM, CapacityError, ConfigError, RequestError, SamplingParams
+from keyhole.engine.sequence import Piece, Sequence
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from tests.checkpoints import make_model
@@ -143,6 +143,33 @@ def test_a_step_that_fails_is_told_to_all_and_the_next_request_is_served(
         with pytest.raises(RuntimeError, match="device is gone"):
             await served.generate(PROMPTS[0], PARAMS)
         assert (await served.generate(PROMPTS[0], PARAMS)).finish_reason == "length"
+
+    asyncio.run(main())
+    at_rest(llm)
+
+
+def test_what_a_failed_step_has_completed_is_no_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a step fills pages of another request, for which there may be no memory."""
+    served, step = AsyncLLM(llm), llm.engine.step
+
+    def fails() -> list[Sequence]:
+        advanced = step()
+        if any(sequence.is_finished for sequence in advanced):
+            raise CapacityError("no memory for a stored prefix")
+        return advanced
+
+    async def main() -> None:
+        with llm.engine.lock:  # no step before both are there
+            long = asyncio.create_task(served.generate(PROMPTS[1], LONG))
+            short = asyncio.create_task(served.generate(PROMPTS[0], PARAMS))
+            await asyncio.sleep(0.1)
+            monkeypatch.setattr(llm.engine, "step", fails)
+        assert (await short).finish_reason == "length"
+        with pytest.raises(CapacityError, match="stored prefix"):
+            await long
+        await rest(served)
 
     asyncio.run(main())
     at_rest(llm)

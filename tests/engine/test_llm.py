@@ -302,6 +302,11 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(model: Mod
         ({"page_size": 0}, "page_size 0"),
         ({"prefill_chunk": -1}, "prefill_chunk -1"),
         ({"max_length": 10**6}, "max_length 1000000"),
+        ({"max_length": 1}, "max_length 1 must be at least 2"),
+        ({"offload": ""}, "offload '' must be a folder"),
+        ({"prefix_store": ""}, "prefix_store '' must be a folder"),
+        ({"prefix_cache": ""}, "prefix_cache '' must be True, False or a folder"),
+        ({"documents": ""}, "documents '' must be a folder or a URL"),
         ({"policy": "delt"}, "did you mean 'delta'"),
         ({"policy": Delta(token_budget=4)}, "token_budget 4"),
         ({"policy": Delta(token_budget=32, recent_pages=9)}, "recent_pages 9"),
@@ -322,6 +327,8 @@ def test_a_bad_setting_is_refused_by_name(model: Model, settings: dict, message:
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "cpuu"}, "cpuu"),
         ({"dtype": "float31"}, "did you mean 'float32'"),
+        ({"tokenizer": ""}, "tokenizer '' must be a folder"),
+        ({"adapters": {"one": ""}}, "adapters {'one': ''} must be folders by name"),
     ],
 )
 def test_a_bad_setting_of_loading_is_refused_by_name(

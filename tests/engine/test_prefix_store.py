@@ -81,6 +81,24 @@ def test_a_short_file_or_one_under_another_name_is_not_read(
     assert "other tokens or another model" in caplog.text
 
 
+def test_a_folder_that_may_no_longer_be_used_has_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error ended the requests of a whole step, again and again."""
+    store = PrefixStore(tmp_path, MODEL)
+    store.write(ONE, chunk())
+    (file,) = files(tmp_path)
+    os.truncate(file, file.stat().st_size - 1)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    assert store.read(ONE) is None
+    monkeypatch.setattr(Path, "exists", denied)
+    assert not store.has(ONE)
+
+
 def test_the_chunks_not_used_for_longest_are_removed(tmp_path: Path) -> None:
     digests = [bytes([i]) * 16 for i in range(4)]
     PrefixStore(tmp_path, MODEL).write(digests[0], chunk())

@@ -173,6 +173,31 @@ def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(model: 
     assert [request.stats().cached_prompt_tokens for request in requests] == [0, 0]
 
 
+def test_what_was_to_be_copied_without_memory_for_it_is_computed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from pages that nothing had been copied into, and others stayed in use."""
+    text, few = list(range(5, 21)), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    busy = engine(model, None)
+    first = busy.add(text, PARAMS)
+    while not first.generated:
+        busy.step()
+    again, other = busy.add(text, few), busy.add(text, few)
+
+    def fails(source: list[int], target: list[int]) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(busy.cache, "copy", fails)
+        with pytest.raises(CapacityError, match="copies of cached pages did not fit"):
+            busy.step()
+    assert [*busy.scheduler.waiting] == [again, other]
+    while busy.has_work:
+        busy.step()
+        busy.check_integrity()
+    assert again.generated == other.generated == first.generated[:6]
+
+
 def test_an_error_of_one_admission_does_not_lose_the_pages_of_another(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

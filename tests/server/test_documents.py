@@ -19,8 +19,9 @@ import httpx2
 import openai
 import pytest
 
-from keyhole import LLM, SamKV, SamplingParams
+from keyhole import LLM, ConfigError, SamKV, SamplingParams
 from keyhole.documents.remote import RemoteStorage
+from keyhole.documents.search import BM25
 from keyhole.documents.storage import Entry
 from keyhole.server.documents import convert
 from keyhole.server.documents.passages import passages_of
@@ -66,6 +67,24 @@ def test_documents_are_listed_looked_up_and_removed(address: str, stored: dict[s
         answer = method(f"{place}/gone")
         assert answer.status_code == 404
         assert "gone" in answer.json()["error"]["message"]
+
+
+def test_a_removed_document_is_gone_though_the_search_fails(
+    address: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was an error, and that of a second try was 404."""
+    llm.documents.add("gone", "a zebra")
+
+    def fails(self: BM25, documents: object, text: object) -> None:
+        raise ConfigError("the search table cannot be used: database is locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BM25, "update", fails)
+        answer = httpx2.delete(f"{address}/v1/documents/gone")
+    assert answer.status_code == 200
+    assert answer.json()["deleted"]
+    found = httpx2.get(f"{address}/v1/documents", params={"query": "zebra"}).json()
+    assert found["data"] == []
 
 
 @pytest.mark.usefixtures("own_engine")

@@ -11,7 +11,9 @@ import httpx2
 import openai
 import pytest
 
-from keyhole import LLM, Delta, SamplingParams, StreamingLLM
+from keyhole import LLM, Delta, Full, SamplingParams, StreamingLLM
+from keyhole.server.bodies import CompletionBody
+from keyhole.server.errors import ApiError
 from tests.checkpoints import make_model
 from tests.server.conftest import serving
 from tests.server.test_completions import until
@@ -124,6 +126,16 @@ def test_an_invalid_policy_is_a_clear_error(
     assert said in error.value.body["message"]  # type: ignore[index]
     with llm.engine.lock:
         assert not llm.engine.has_work
+
+
+def test_no_budget_is_larger_than_the_longest_sequence() -> None:
+    """A server without a budget of its own made state of gigabytes for a request."""
+    given = CompletionBody.model_validate(
+        {"prompt": "a", "keyhole": {"policy": "r_kv", "token_budget": 1025}}
+    )
+    with pytest.raises(ApiError, match="token_budget 1025 must be at most 1024, the longest"):
+        given.policy(Full(), 1024)
+    assert given.policy(Full(), 1025) is not None
 
 
 @pytest.mark.parametrize("named", ["delta:layers=FILE", "FILE"])

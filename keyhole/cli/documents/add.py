@@ -14,8 +14,7 @@ from pathlib import Path
 
 from keyhole.cli.common import terminal
 from keyhole.cli.documents.manage import about, add_encoding, open_llm, sentence
-from keyhole.config import is_count, require
-from keyhole.documents.source import BLOCK_SIZE
+from keyhole.documents.source import BLOCK_SIZE, check_block_size, check_name
 from keyhole.errors import ConfigError
 
 #: Byte order marks of other encodings, the longer ones first.
@@ -124,10 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints one line per stored document."""
     size = arguments.block_size
-    require(is_count(size), "block_size", size, "at least 1")
+    check_block_size(size)
     texts = read_documents(arguments.name, arguments.files)
-    from keyhole.documents.source import check_name
-
     for name in texts:
         check_name(name)
     documents = open_llm(arguments).documents_with(arguments.adapter)

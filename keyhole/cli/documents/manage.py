@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
 from keyhole.config import EngineConfig, bytes_text, parse_bytes
-from keyhole.documents.source import default_place, local_folder
+from keyhole.documents.source import local_folder, place_of
 from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def open_llm(arguments: argparse.Namespace) -> LLM:
     """The model and engine that the arguments describe, with its documents."""
     limit = getattr(arguments, "limit", None)
     store = {
-        "documents": arguments.store,
+        "documents": place(arguments),
         "documents_limit": None if limit is None else parse_bytes(limit, "--limit"),
         "documents_check": getattr(arguments, "check", "open"),
     }
@@ -79,7 +79,7 @@ def open_store(arguments: argparse.Namespace) -> DocumentStore:
 
 def place(arguments: argparse.Namespace) -> str:
     """Where the documents are."""
-    return str(arguments.store or default_place())
+    return place_of(arguments.store, "--store")
 
 
 def is_there(arguments: argparse.Namespace) -> bool:

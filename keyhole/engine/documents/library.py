@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from keyhole.config import is_count, require
+from keyhole.config import require
 from keyhole.documents.record import DocumentRecord
 from keyhole.documents.search import BM25, Retriever
-from keyhole.documents.source import BLOCK_SIZE, default_place, metadata_text
+from keyhole.documents.source import BLOCK_SIZE, Source, check_block_size, metadata_text, place_of
 from keyhole.documents.store import (
     DocumentInfo,
     DocumentStore,
@@ -27,7 +27,13 @@ from keyhole.engine.documents.encoder import allocate, encode_in_pieces
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.engine.engine import Engine
 from keyhole.engine.request import adapter_number
-from keyhole.errors import ConfigError, PromptTooLongError, RequestError, UnknownNameError
+from keyhole.errors import (
+    ConfigError,
+    KeyholeError,
+    PromptTooLongError,
+    RequestError,
+    UnknownNameError,
+)
 from keyhole.models.positions import RopeShift
 from keyhole.tokenization import Prompt, encode_text, given_ids
 
@@ -66,7 +72,7 @@ class Documents:
         self._engine = engine
         #: The number of the adapter, 0 for none.
         self.adapter = adapter_number(adapter, engine.model)
-        self.place = str(place or default_place())
+        self.place = place_of(place)
         self.store = DocumentStore(
             self.place,
             fingerprint(engine.model, engine.config.kv_dtype, adapter),
@@ -96,7 +102,7 @@ class Documents:
         ends the encoding. RequestError for an empty document, PromptTooLongError for one that the
         model cannot take.
         """
-        require(is_count(block_size), "block_size", block_size, "at least 1")
+        check_block_size(block_size)
         require(pinned is None or isinstance(pinned, bool), "pinned", pinned, "True, False or None")
         ids = given_ids(f"document {name!r}", text)
         source = str(text) if ids is None else ids
@@ -125,11 +131,7 @@ class Documents:
 
     def text(self, name: str) -> str:
         """The text of a document; for one made from token ids, their decoded text."""
-        source = self.store.source(name)
-        if isinstance(source, str):
-            return source
-        tokenizer = self._engine.model.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(source))
+        return self._decoded(self.store.source(name))
 
     def remove(self, name: str) -> None:
         """Removes a document."""
@@ -166,18 +168,36 @@ class Documents:
         for name in wanted:
             if name not in known:
                 self.get(name)
-        self.retriever.update(self.list, self._text_now)
+        self.update_search(self.retriever)
         found = [one.name for one in self.retriever.search(question, len(known))]
         ranked = dict.fromkeys([*(name for name in found if name in wanted), *wanted])
         chosen = set(builtins.list(ranked)[:max_documents])
         return [name for name in names if name in chosen]
 
-    def _text_now(self, name: str) -> str | None:
-        """The text of a document; None if it is damaged or has just been removed."""
-        try:
-            return self.text(name)
-        except RequestError:
-            return None
+    def update_search(self, retriever: Retriever) -> None:
+        """Makes the stored documents those that `retriever` searches."""
+        digests: dict[str, str] = {}
+
+        def listed() -> builtins.list[DocumentInfo]:
+            found = self.list()
+            digests.update((info.name, info.digest) for info in found)
+            return found
+
+        def text(name: str) -> str | None:
+            try:
+                source = self.store.source(name)
+            except KeyholeError:  # damaged or just removed; the others are found
+                return None
+            # Another text may have been stored since then. It would be kept as this one.
+            return self._decoded(source) if Source.of(source).digest == digests[name] else None
+
+        retriever.update(listed, text)
+
+    def _decoded(self, source: str | Sequence[int]) -> str:
+        if isinstance(source, str):
+            return source
+        tokenizer = self._engine.model.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(source))
 
     def open(self, name: str, *, with_head: bool = False) -> StoredDocument:
         """Opens a document; see `open_all`."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -171,8 +172,11 @@ class PrefixStore:
             raise ConfigError(f"prefixes at {str(folder)!r} cannot be stored: {reason}") from error
 
     def has(self, digest: bytes) -> bool:
-        """Whether there is a chunk; it may be damaged."""
-        return (Path(self._place.url) / self._path(digest)).exists()
+        """Whether there is a chunk that can be reached; it may be damaged."""
+        try:
+            return (Path(self._place.url) / self._path(digest)).exists()
+        except OSError:  # for example, the folder may no longer be read
+            return False
 
     def read(self, digest: bytes) -> dict[str, Tensor] | None:
         """The tensors of a chunk, compared with their digests.
@@ -193,7 +197,8 @@ class PrefixStore:
                 what,
             )
             if self._place.folder is not None and isinstance(error, RecordError):
-                self._place.remove(path)
+                with suppress(OSError):  # for example, read-only by now
+                    self._place.remove(path)
             return None
 
     def _checked(self, path: str, digest: bytes) -> dict[str, Tensor]:

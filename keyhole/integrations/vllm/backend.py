@@ -31,7 +31,7 @@ from keyhole.errors import ConfigError
 from keyhole.integrations.vllm.adapter import Adapter, LayerInput, Shared
 from keyhole.integrations.vllm.counters import ReadCounters
 from keyhole.integrations.vllm.metrics import counters_path
-from keyhole.integrations.vllm.page_policy import page_policy
+from keyhole.integrations.vllm.page_policy import ByPages, page_policy
 from keyhole.integrations.vllm.settings import PluginSettings, read_settings
 from keyhole.integrations.vllm.step_rows import Requests, StepRows, Tables, step_rows
 
@@ -266,7 +266,7 @@ def attach(config: VllmConfig, asked: PluginSettings, device: torch.device, page
         logger.info(
             "Keyhole: policy %s; pages of %d tokens; sparse layers %s; dense layers %s; "
             "layers with a sliding window, left to vLLM: %s; scores over %s",
-            policy if not hasattr(policy, "inner") else policy.inner,
+            policy.inner if isinstance(policy, ByPages) else policy,
             page_size,
             sparse,
             list(policy.dense_layers(geometry)),

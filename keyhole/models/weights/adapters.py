@@ -168,7 +168,8 @@ def read_adapters(network: Any, folders: Mapping[str, str | Path], base: str) ->
         return Adapters()
     given: Any = folders
     if not (
-        isinstance(given, Mapping) and all(isinstance(one, str | Path) for one in given.values())
+        isinstance(given, Mapping)
+        and all(isinstance(one, str | Path) and str(one) for one in given.values())
     ):
         raise ConfigError(f"adapters {given!r} must be folders by name, such as {{'sql': FOLDER}}")
     if not is_peft_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +23,8 @@ from keyhole.server.documents.queue import Job
 from keyhole.server.errors import ApiError, invalid
 from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
+
+logger = logging.getLogger("keyhole.server")
 
 
 def _opened(request: Request) -> None:
@@ -136,7 +139,10 @@ async def remove(name: str, request: Request) -> Response:
     except UnknownNameError as error:
         if not was_queued:
             raise _unknown(error) from error
-    await _run(state.update_search)
+    try:
+        await _run(state.update_search)
+    except Exception:  # it is removed nevertheless, and the next search updates the table
+        logger.exception("a removed document is still in the search table")
     return JSONResponse({"id": name, "object": "document", "deleted": True})
 
 

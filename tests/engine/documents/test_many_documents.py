@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole import LLM, SamKV, SamplingParams
-from keyhole.documents.search import Found, Listing
+from keyhole.documents.search import BM25, Found, Listing
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.forward_passes import ForwardPasses
 from keyhole.errors import ConfigError, UnknownNameError
@@ -98,6 +98,20 @@ def test_another_retriever_is_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(llm.documents, "retriever", Last())
     used, _ = ask(llm, [name_of(number) for number in range(NUMBER)], 2)
     assert used == [name_of(NUMBER - 2), name_of(NUMBER - 1)]
+
+
+def test_a_text_that_was_stored_only_for_a_moment_is_not_found(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read after the list of documents was, and stayed in the table as the listed one."""
+    store = llm.documents.store
+    table = BM25(store.folder / "another.sqlite")
+    monkeypatch.setattr(type(store), "source", lambda self, name: "zebra")
+    llm.documents.update_search(table)
+    monkeypatch.undo()
+    assert table.search("zebra", 5) == []
+    llm.documents.update_search(table)
+    assert [one.name for one in table.search("keeps", NUMBER)] == [name_of(WITH_ANSWER)]
 
 
 def test_token_ids_are_compared_by_their_text(llm: LLM) -> None:

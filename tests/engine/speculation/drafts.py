@@ -30,10 +30,11 @@ class Erring:
     """Proposes what follows in known texts; a token is wrong with a probability of `error`.
 
     There are from 0 to the wanted number of tokens; after a wrong one they may be right again.
+    texts: more may be added later.
     """
 
-    def __init__(self, texts: Iterable[Iterable[int]], vocab_size: int, error: float = 0.3) -> None:
-        self._texts = [list(text) for text in texts]
+    def __init__(self, texts: list[list[int]], vocab_size: int, error: float = 0.3) -> None:
+        self._texts = texts
         self._vocab_size, self._error = vocab_size, error
         self._random = random.Random(0)
 
@@ -61,7 +62,7 @@ def under_draft(engine: Engine, draft: drafting.Proposer) -> Engine:
 
 def knowing(engine: Engine, sequences: Iterable[Sequence], error: float = 0.3) -> Engine:
     """The engine under a draft that knows what these finished sequences say."""
-    texts = [sequence.tokens for sequence in sequences]
+    texts = [sequence.tokens.tolist() for sequence in sequences]
     return under_draft(engine, Erring(texts, engine.model.vocab_size, error))
 
 
@@ -127,7 +128,7 @@ class Replayed:
 
 
 def replaying(engine: Engine, texts: Iterable[Sequence] = (), error: float = 0.3) -> Replayed:
-    known = [sequence.tokens for sequence in texts]
+    known = [sequence.tokens.tolist() for sequence in texts]
     assert engine.drafting is not None
     assert isinstance(engine.head_runner, DraftRunner)
     draft = Erring(known, engine.model.vocab_size, error) if known else None

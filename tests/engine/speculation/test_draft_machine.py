@@ -64,7 +64,7 @@ def continued(length: int, start: int) -> list[int]:
     params = SamplingParams(max_tokens=40, **GREEDY)
     sequence = engine.add(prompt(60, start)[:length], params)
     run(engine)
-    return sequence.tokens
+    return sequence.tokens.tolist()
 
 
 class Machine(RequestsMachine):

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 
 from keyhole.cache.layout import Geometry
 from keyhole.documents.lookup import DocumentLookup
-from keyhole.documents.source import default_place
+from keyhole.documents.source import place_of
 from keyhole.engine.documents.fingerprint import fingerprint
 from keyhole.errors import ConfigError
 from keyhole.models import families
@@ -88,7 +88,7 @@ def prepare(config: VllmConfig) -> None:
     model = _model(config)
     shift = RopeShift.for_documents(model)
     facts = DocumentFacts(
-        place=str(extra.get("documents") or default_place()),
+        place=place_of(extra.get("documents")),
         fingerprint=fingerprint(model),
         frequencies=tuple(tuple(row.tolist()) for row in shift.frequencies),
         geometry=model.geometry(1),
