@@ -240,7 +240,7 @@ class KeptTokens:
         self, policy: Policy, num_layers: int, num_slots: int, device: torch.device
     ) -> None:
         self._device = device
-        shares = policy.shares_by_scores or policy.selects_positions
+        shares = policy.selects in ("by_scores", "positions")
         self._table = KeptTokenTable(num_layers, num_slots, device, shares=shares)
         # What each row was filled from.
         self._kept: list[Tensor | None] = [None] * num_slots

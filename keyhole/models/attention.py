@@ -294,7 +294,7 @@ def _attend_and_score(
         )
     policy.on_scores(layer, scores, step)
     kept = (step.retained or step).kept_tokens
-    if kept is not None and policy.shares_by_scores and step.shared_selection is not None:
+    if kept is not None and policy.selects == "by_scores" and step.shared_selection is not None:
         step.shared_selection = kept.at_positions(layer, step.shared_selection)
     return None if policy.selects_by_own_scores else out
 

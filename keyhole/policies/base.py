@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from keyhole.retrieval.gate import SeerGate
 
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
+
+Selects = Literal["per_layer", "by_scores", "positions"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,17 +188,13 @@ class Policy(MethodSettings):
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
-    #: True if what a layer reads depends on that layer alone. Layers may then store different
-    #: tokens of documents in one page (`cache/packing.py`).
-    selects_per_layer: ClassVar[bool] = False
-    #: True if what several layers read (`Step.shared_selection`) is selected in `on_scores` alone,
-    #: from one layer's scores of its own tokens. Tokens of documents may then be packed, too: what
-    #: that layer selected is translated for the others.
-    shares_by_scores: ClassVar[bool] = False
-    #: True if it selects positions, the same for every layer. Tokens of documents may then be
-    #: packed, too, and each layer reads those of the positions that it has. If none of these three
-    #: is True, every token of a document stays at its own position.
-    selects_positions: ClassVar[bool] = False
+    #: How selections are made. "per_layer": each layer's depends on that layer alone. "by_scores":
+    #: layers share what `on_scores` alone selects (`Step.shared_selection`), from one layer's
+    #: scores of its own tokens. "positions": of positions, the same for every layer. Layers may
+    #: then store different tokens of documents in one page (`cache/packing.py`): a selection by
+    #: scores is translated for the other layers; of positions, each layer reads those that it has.
+    #: None: in another way, so that every token of a document stays at its own position.
+    selects: ClassVar[Selects | None] = None
 
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.

@@ -46,7 +46,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies import base, selection_layers
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class OmniKV(Policy):
     name: ClassVar[str] = "omnikv"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    shares_by_scores: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "by_scores"
     token_budget: int = setting(1024, "tokens a sparse layer reads")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     filter_layers: tuple[int, ...] | None = setting(

@@ -38,7 +38,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class Quest(Policy):
     """The `token_budget / page_size` pages of highest upper bound, per KV head."""
 
     name: ClassVar[str] = "quest"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()

@@ -38,7 +38,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class SeerAttentionR(Policy):
 
     name: ClassVar[str] = "seer_attention_r"
     wants_gate: ClassVar[bool] = True
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()

@@ -37,7 +37,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
-from keyhole.policies.base import HeadWeights, Policy, Selection, Step
+from keyhole.policies.base import HeadWeights, Policy, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class SpeContext(Policy):
 
     name: ClassVar[str] = "spe_context"
     wants_head: ClassVar[bool] = True
-    selects_positions: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "positions"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")

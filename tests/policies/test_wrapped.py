@@ -48,9 +48,7 @@ def test_there_is_something_to_hand_on() -> None:
         "shares_pages",
         "reads_queries",
         "page_settings",
-        "selects_per_layer",
-        "shares_by_scores",
-        "selects_positions",
+        "selects",
         "reads_keys",
         "selects_by_own_scores",
     ]

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_number, require, setting
-from keyhole.policies.base import ScoreRequest, Selection, Step
+from keyhole.policies.base import ScoreRequest, Selection, Selects, Step
 from keyhole.policies.evicting.base import PageBudget
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RaaS(PageBudget):
     """The prompt, and the generated pages that a head attended to last; others are evicted."""
 
     name: ClassVar[str] = "raas"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
         "it evicts pages by what every token reads, rejected tokens as well"
