@@ -45,18 +45,7 @@ class PolicyProxy(Policy):
 
     def __post_init__(self) -> None:
         # Other policies have these as class variables; here they are the inner policy's.
-        for name in (
-            "name",
-            "dense",
-            "wants_head",
-            "wants_gate",
-            "shares_pages",
-            "selects",
-            "page_settings",
-            "reads_keys",
-            "reads_queries",
-            "selects_by_own_scores",
-        ):
+        for name in Policy.__annotations__.keys() - PolicyProxy.__annotations__.keys():
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def __getattr__(self, name: str) -> Any:

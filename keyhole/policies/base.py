@@ -171,9 +171,6 @@ class Policy(MethodSettings):
     #: False if a page's data depends on more than its tokens and those before them: sequences then
     #: share no pages, and a cached prefix is copied.
     shares_pages: ClassVar[bool] = True
-    #: Whether it needs the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts of
-    #: stored documents, whose queries are not stored, are then refused.
-    reads_queries: ClassVar[bool] = False
     #: True if a decode step can be captured in a CUDA graph, else the reason why not. The hooks of
     #: a step then never sync with the device, derive all shapes from the step's tensors and the
     #: settings, and branch on host values only as `capture_key` says.
@@ -202,6 +199,17 @@ class Policy(MethodSettings):
     #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
     #: that scores attends to everything, and `select` is not called for it.
     selects_by_own_scores: ClassVar[bool] = False
+
+    #: Whether it has a hook that receives queries (`on_prompt_queries`, `on_queries`). Prompts of
+    #: stored documents, whose queries are not stored, are then refused.
+    reads_queries: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.reads_queries = (
+            cls.on_prompt_queries is not Policy.on_prompt_queries
+            or cls.on_queries is not Policy.on_queries
+        )
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -306,7 +314,7 @@ class Policy(MethodSettings):
     def on_prompt_queries(
         self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Receives queries of a prompt if the policy `reads_queries`; may change side data.
+        """Receives queries of a prompt; may change side data.
 
         Called for every layer with full attention, after keys were written and `on_append`.
         options: scale, softcap and sinks, as in `kernels.attend`.

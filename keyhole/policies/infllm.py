@@ -58,7 +58,6 @@ class InfLLM(Policy):
 
     name: ClassVar[str] = "infllm"
     shares_pages: ClassVar[bool] = False
-    reads_queries: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
         "it sums the attention that tokens receive, from rejected tokens as well"

@@ -64,7 +64,6 @@ class RKV(PageBudget):
     """The prompt, and generated pages that are attended to and unlike the others."""
 
     name: ClassVar[str] = "r_kv"
-    reads_queries: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (

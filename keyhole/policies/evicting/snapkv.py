@@ -53,7 +53,6 @@ class SnapKV(Policy):
     """The prompt's tokens that its last ones attend to, per KV head, and all generated tokens."""
 
     name: ClassVar[str] = "snapkv"
-    reads_queries: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = "it keeps the choice of a prompt's tokens with the sequence"
