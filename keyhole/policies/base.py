@@ -21,7 +21,6 @@ The hooks, in the order in which the engine calls them; only `select` must be de
                                 needs_scores ──> none: select ──> low_rank ──> attention over
                                     │                                          the selection
                                     └──> some: attention over all, with scores ──> on_scores
-                                               (`selects_by_own_scores`: select comes after it)
                    after_step ──> the pages to evict
                    overhead_bytes, for the statistics
 
@@ -196,9 +195,6 @@ class Policy(MethodSettings):
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.
     reads_keys: ClassVar[bool] = False
-    #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
-    #: that scores attends to everything, and `select` is not called for it.
-    selects_by_own_scores: ClassVar[bool] = False
 
     #: Whether it has a hook that receives queries (`on_prompt_queries`, `on_queries`). Prompts of
     #: stored documents, whose queries are not stored, are then refused.
@@ -341,11 +337,14 @@ class Policy(MethodSettings):
         """Scores that this layer must return; such a layer computes the scores of all its keys."""
         return ()
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
         """Receives the requested scores, float32 [B, H, n] each; may set `step.shared_selection`.
 
-        H is the number of KV heads for a request of "group_max", of query heads for "none", else 1.
+        Returns what this layer then attends to; None: everything, which is read for the scores
+        anyway. `select` is not called. H is the number of KV heads for a request of "group_max", of
+        query heads for "none", else 1.
         """
+        return None
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Selects what this layer reads in this step; None is everything.

@@ -153,7 +153,6 @@ class Oracle(Policy):
     selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    selects_by_own_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
@@ -173,10 +172,10 @@ class Oracle(Policy):
             return ()
         return (ScoreRequest("group_max", 1),)
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
         """Selects for this layer alone."""
-        step.shared_selection = kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
+        return kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """This layer's own selection; everything in full layers."""
-        return None if layer in self.full_layers else step.shared_selection
+        """Everything: full layers, and all within the budget."""
+        return None

@@ -52,7 +52,6 @@ def test_there_is_something_to_hand_on() -> None:
         "page_settings",
         "selects",
         "reads_keys",
-        "selects_by_own_scores",
         "reads_queries",
     ]
 
