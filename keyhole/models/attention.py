@@ -249,11 +249,9 @@ def decode(
     if selection is None:
         return kernels.attend(paged, window=window, **options)
     operation: Any = kernels.attend
-    low_rank = None
-    if window is None and selection.unit == 1:
-        low_rank = policy.low_rank(layer, step)
-    if low_rank is not None:
-        operation, options = kernels.attend_low_rank, {"low_rank": low_rank, **options}
+    if selection.low_rank is not None:
+        operation = kernels.attend_low_rank
+        options = {"low_rank": selection.low_rank, **options}
     # Dense steps read the offloaded pages directly: they do not fit into a buffer.
     elif chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selection)

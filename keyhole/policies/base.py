@@ -18,8 +18,8 @@ The hooks, in the order in which the engine calls them; only `select` must be de
     decode step    capture_key: may a captured step be replayed?
                    before_step
                    each layer   the new key is written ──> on_append ──> on_queries
-                                needs_scores ──> none: select ──> low_rank ──> attention over
-                                    │                                          the selection
+                                needs_scores ──> none: select ──> attention over the selection
+                                    │
                                     └──> some: attention over all, with scores ──> on_scores
                    after_step ──> the pages to evict
                    overhead_bytes, for the statistics
@@ -358,13 +358,6 @@ class Policy(MethodSettings):
 
         A policy that evicts returns the page to evict per sequence, int64 [B], counted after the
         pinned ones; only sequences that are due (`RetainedPages.due`) lose theirs.
-        """
-        return None
-
-    def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """Low-rank keys that replace some of the selected keys; None: all keys are read in full.
-
-        Called after `select` if that selected tokens, not pages.
         """
         return None
 

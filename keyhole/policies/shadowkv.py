@@ -214,12 +214,25 @@ class ShadowKV(Policy):
         scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
         chosen = kernels.top_k(scores, chunks, self._count, self._chunk, last=local)
         tokens = kernels.block_pages(chosen, ends, 1)
-        if not self.keep_generated:
-            return tokens
-        most = int((step.sequences.host_lengths - self._end(step.sequences.host_prompts)).max())
-        return kernels.with_newer(tokens, ends, step.lengths, most)
+        if self.keep_generated:
+            ends_of_prompts = self._end(step.sequences.host_prompts)
+            most = int((step.sequences.host_lengths - ends_of_prompts).max())
+            tokens = kernels.with_newer(tokens, ends, step.lengths, most)
+        return dataclasses.replace(tokens, low_rank=self._low_rank(layer, step))
 
-    def low_rank(self, layer: int, step: Step) -> LowRank | None:
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
+        if step.max_length <= self._covered:
+            return None
+        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
+        keys = sum(_width(layout) for layout in layouts)
+        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
+        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
+        read = step.lengths.clamp(max=self._covered)
+        numbers = self._ends(step)[1] * keys + read * ranks + bases
+        return numbers * geometry.itemsize
+
+    def _low_rank(self, layer: int, step: Step) -> LowRank | None:
         """Low-rank keys of the prompt, except always-read chunks and short sequences."""
         if self.rank == 0:
             return None
@@ -237,18 +250,6 @@ class ShadowKV(Policy):
             frequencies=rotation.frequencies,
             last=rotation.last,
         )
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
-        if step.max_length <= self._covered:
-            return None
-        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
-        keys = sum(_width(layout) for layout in layouts)
-        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
-        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
-        read = step.lengths.clamp(max=self._covered)
-        numbers = self._ends(step)[1] * keys + read * ranks + bases
-        return numbers * geometry.itemsize
 
     def _due(self, step: Step) -> np.ndarray:
         """Sequences that just exceeded the budget, bool [B]."""

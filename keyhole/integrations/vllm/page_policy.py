@@ -131,7 +131,7 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
             policy.reads_queries or not policy.shares_pages,
             "needs the queries of a prompt, but vLLM does not cache those of prefixes",
         ),
-        (cls.low_rank is not Policy.low_rank, "attends to low-rank keys"),
+        (policy.shifts_keys, "attends to low-rank keys"),
         (
             getattr(policy, "keep_generated", False),
             "reads all generated tokens (keep_generated), but vLLM does not tell which these are",

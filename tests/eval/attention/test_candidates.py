@@ -29,7 +29,6 @@ CALLED = {
     "needs_scores",
     "on_scores",
     "select",
-    "low_rank",
     "after_step",
     "page_limit",
 }
