@@ -7,9 +7,8 @@ Layers with their own sliding window do not call a policy.
 
 The hooks, in the order in which the engine calls them; only `select` must be defined:
 
-    once           resolve ──> page_data, sequence_state, sequence_numbers: memory is planned
-                           └─> dense_layers, offloadable, page_limit, token_scores,
-                               selection_heads
+    once           resolve ──> page_data, sequence_state, token_scores: memory is planned
+                           └─> dense_layers, offloadable, page_limit, selection_heads
 
     a new prompt   reusable: how many cached tokens are not computed again (`shares_pages` False)
 
@@ -31,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
@@ -50,6 +49,13 @@ if TYPE_CHECKING:
 __all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
 
 Selects = Literal["per_layer", "by_scores", "positions"]
+
+
+class SequenceData(NamedTuple):
+    """The shape of data that a policy keeps of a sequence; int32, or of the keys' dtype."""
+
+    shape: tuple[int, ...]
+    like_keys: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,17 +281,13 @@ class Policy(MethodSettings):
         """Name and shape of this policy's data per page and layer."""
         return {}
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """Name and shape of this policy's int32 data per sequence, kept from step to step.
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """Name and shape of this policy's data per sequence, kept from step to step.
 
         The data is not cleared when a sequence begins: `Step.sequences.fresh` marks its first step.
         Do not store numbers of `Step.page_table`, which change when the cache is packed; data of a
         page belongs in `page_data`, which moves with it.
         """
-        return {}
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The same for data of the keys' dtype; names must differ from `sequence_state`'s."""
         return {}
 
     def before_step(self, step: Step) -> None:

@@ -45,7 +45,7 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
-from keyhole.policies.base import LowRank, Policy, Selection, Step
+from keyhole.policies.base import LowRank, Policy, Selection, SequenceData, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,20 +154,15 @@ class ShadowKV(Policy):
             "coefficient": (page_size, self._rank(layout)),
         }
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The first and the outlier chunks of every sparse layer."""
-        return {
-            f"taken {i}": (geometry.layers[i].num_kv_heads, self._sinks + self._outliers)
-            for i in self._sparse(geometry)
-        }
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The basis of the keys of every sparse layer."""
-        layouts = {i: geometry.layers[i] for i in self._sparse(geometry)}
-        return {
-            f"basis {i}": (self._rank(layout), layout.num_kv_heads, layout.key_dim)
-            for i, layout in layouts.items()
-        }
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """The first and the outlier chunks of every sparse layer, and the basis of its keys."""
+        state = {}
+        for i in self._sparse(geometry):
+            layout = geometry.layers[i]
+            heads, rank = layout.num_kv_heads, self._rank(layout)
+            state[f"taken {i}"] = SequenceData((heads, self._sinks + self._outliers))
+            state[f"basis {i}"] = SequenceData((rank, heads, layout.key_dim), like_keys=True)
+        return state
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor

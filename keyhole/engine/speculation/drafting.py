@@ -112,7 +112,7 @@ def require_exact(
 def _why_not(policy: Policy, geometry: Geometry, head: RetrievalHead | None) -> str | None:
     if policy.speculative is not True:
         return str(policy.speculative)
-    if policy.sequence_state(geometry) or policy.sequence_numbers(geometry):
+    if policy.sequence_state(geometry):
         return "with these settings it keeps data of a sequence from step to step"
     if policy.wants_head and head is not None and head.config.uses_features:
         return (

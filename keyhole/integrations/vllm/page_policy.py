@@ -122,8 +122,7 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
         (policy.wants_head, "selects by a retrieval head, which vLLM does not run"),
         (policy.wants_gate, "selects by a trained gate, which is not loaded into vLLM"),
         (
-            cls.sequence_state is not Policy.sequence_state
-            or cls.sequence_numbers is not Policy.sequence_numbers,
+            cls.sequence_state is not Policy.sequence_state,
             "keeps data per sequence, but in vLLM data can only be kept per page",
         ),
         (cls.page_limit is not Policy.page_limit, "evicts pages, which only vLLM's scheduler may"),

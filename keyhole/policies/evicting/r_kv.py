@@ -46,7 +46,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
-from keyhole.policies.base import Selection, Step
+from keyhole.policies.base import Selection, SequenceData, Step
 from keyhole.policies.evicting.base import (
     PageBudget,
     keep_newest,
@@ -95,7 +95,7 @@ class RKV(PageBudget):
         """The authors' settings, which are the defaults."""
         return cls(token_budget=token_budget)
 
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The last queries of every layer with full attention."""
         assert self.observation_window is not None, "settled by resolve"
         return query_state(geometry, geometry.full_attention, self.observation_window)

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_number, require, setting
-from keyhole.policies.base import ScoreRequest, Selection, Selects, Step
+from keyhole.policies.base import ScoreRequest, Selection, Selects, SequenceData, Step
 from keyhole.policies.evicting.base import PageBudget
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class RaaS(PageBudget):
         require(good, "alpha", self.alpha, "a number from 0 to below 1")
         return self
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """Stamps of the retained generated pages: the length at which each was renewed."""
-        return {"stamp": (self.most_generated(geometry.page_size),)}
+        return {"stamp": SequenceData((self.most_generated(geometry.page_size),))}
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether there is a page to score, and whether any sequence evicts one."""

@@ -41,7 +41,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, PromptQueries, Selection, Step
+from keyhole.policies.base import Policy, PromptQueries, Selection, SequenceData, Step
 from keyhole.policies.evicting.base import keep_prompt, prompt_queries, query_state, require_kernel
 
 if TYPE_CHECKING:
@@ -86,15 +86,17 @@ class SnapKV(Policy):
         base.require_in_budget(self, "generated_in_budget=True")
         return self._sparse(geometry)
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The kept tokens of every sparse layer, the most important first; where queries are of."""
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """The last queries of every sparse layer and where they are of; the kept tokens, the most
+        important first.
+        """
         sparse = self._sparse(geometry)
-        kept = {f"kept {i}": (geometry.layers[i].num_kv_heads, self.token_budget) for i in sparse}
-        return kept | {f"position {i}": (self._window,) for i in sparse}
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The last queries of every sparse layer."""
-        return query_state(geometry, self._sparse(geometry), self._window)
+        state = query_state(geometry, sparse, self._window)
+        for i in sparse:
+            heads = geometry.layers[i].num_kv_heads
+            state[f"kept {i}"] = SequenceData((heads, self.token_budget))
+            state[f"position {i}"] = SequenceData((self._window,))
+        return state
 
     def reusable(self, known: int, page_size: int) -> int:
         """All but the window, whose queries are not stored with a cached prefix."""

@@ -20,7 +20,6 @@ CALLED = {
     "resolve",
     "page_data",
     "sequence_state",
-    "sequence_numbers",
     "before_step",
     "on_append",
     "on_prompt_queries",
