@@ -232,15 +232,7 @@ class LLM:
 
     @overload  # a text is also an iterable of texts
     def generate(  # type: ignore[overload-overlap]
-        self,
-        prompts: str | Mapping[str, Any],
-        params: Params = None,
-        *,
-        policy: PolicySpec | None = None,
-    ) -> Result: ...
-    @overload
-    def generate(
-        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+        self, prompts: Prompt, params: Params = None, *, policy: PolicySpec | None = None
     ) -> Result: ...
     @overload
     def generate(

@@ -255,6 +255,10 @@ class Policy(MethodSettings):
 
         Here: all except the dense ones.
         """
+        return self._sparse_layers(geometry)
+
+    def _sparse_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """The full-attention layers that are not dense."""
         dense = self.dense_layers(geometry)
         return tuple(i for i in geometry.full_attention if i not in dense)
 
@@ -391,12 +395,17 @@ def always_read(
     return first, last
 
 
+def require_page(token_budget: int, page_size: int) -> None:
+    """ConfigError unless the budget holds a page."""
+    right = f"at least one page of {page_size} tokens"
+    require(is_count(token_budget, page_size), "token_budget", token_budget, right)
+
+
 def require_pages(
     token_budget: int, sink_size: object, window_size: object, page_size: int
 ) -> None:
     """ConfigError unless the budget holds a page, and the pages that are always read."""
-    right = f"at least one page of {page_size} tokens"
-    require(is_count(token_budget, page_size), "token_budget", token_budget, right)
+    require_page(token_budget, page_size)
     always_read(sink_size, window_size, token_budget // page_size * page_size, page_size)
 
 

@@ -134,7 +134,7 @@ class ClusterKV(Policy):
         """
         base.require_shared_group(self.name, self.share_group)
         base.require_in_budget(self, "generated='counted'")
-        return super().offloadable(geometry)
+        return self._sparse_layers(geometry)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -213,8 +213,7 @@ class ClusterKV(Policy):
         """The centroids and the clusters of all tokens in all sparse layers."""
         if not self._selects(step):
             return None
-        sparse = [i for i in geometry.full_attention if i not in self.full_layers]
-        layouts = [geometry.layers[i] for i in sparse]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         heads = sum(layout.num_kv_heads for layout in layouts)
         numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
         count = self._count(step.sequences.prompts, step.lengths)

@@ -79,12 +79,7 @@ class Delta(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves recent pages and layers: as given, else calibrated, else scaled to the depth."""
         size = geometry.page_size
-        require(
-            is_count(self.token_budget, size),
-            "token_budget",
-            self.token_budget,
-            f"at least one page of {size} tokens",
-        )
+        base.require_page(self.token_budget, size)
         pages = self.token_budget // size
         # An eighth of the budget, as in the authors' code (8 of 64 pages); table 1 of the paper
         # shows that smaller budgets need relatively more.

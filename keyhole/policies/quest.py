@@ -79,7 +79,7 @@ class Quest(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
         base.require_shared_group(self.name, self.share_group)
-        return super().offloadable(geometry)
+        return self._sparse_layers(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The lowest and the highest number of each key dimension in the page."""
@@ -109,8 +109,7 @@ class Quest(Policy):
         """The summaries of all pages in all sparse layers."""
         if self._reads_all(step):
             return None
-        sparse = [i for i in geometry.full_attention if i not in self.full_layers]
-        layouts = [geometry.layers[i] for i in sparse]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         numbers = sum(2 * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 

@@ -98,7 +98,7 @@ class SeerAttentionR(Policy):
         """The pooled keys of all pages in all sparse layers."""
         if self._reads_all(step):
             return None
-        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         numbers = sum(_POOLS * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 

@@ -108,7 +108,8 @@ class ShadowKV(Policy):
         least = (settled._always + 1) * chunk
         right = f"at least {least}: {parts} chunk of {chunk}"
         require(self.always_beside or budget >= least, "token_budget", budget, right)
-        most = min((_width(geometry.layers[i]) for i in settled._sparse(geometry)), default=0)
+        sparse = self._sparse_layers(geometry)
+        most = min((_width(geometry.layers[i]) for i in sparse), default=0)
         right = f"from 0 to {most}, the numbers of a key of all KV heads"
         require(rank is None or (is_count(rank, 0) and rank <= most), "rank", rank, right)
         return settled
@@ -143,7 +144,7 @@ class ShadowKV(Policy):
                 "loaded from offloaded layers"
             )
         base.require_in_budget(self, "keep_generated=False and always_beside=False")
-        return self._sparse(geometry)
+        return self._sparse_layers(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """Landmarks, the least cosine of each chunk, and each token's low-rank coefficients."""
@@ -157,7 +158,7 @@ class ShadowKV(Policy):
     def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The first and the outlier chunks of every sparse layer, and the basis of its keys."""
         state = {}
-        for i in self._sparse(geometry):
+        for i in self._sparse_layers(geometry):
             layout = geometry.layers[i]
             heads, rank = layout.num_kv_heads, self._rank(layout)
             state[f"taken {i}"] = SequenceData((heads, self._sinks + self._outliers))
@@ -219,7 +220,7 @@ class ShadowKV(Policy):
         """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
         if step.max_length <= self._covered:
             return None
-        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         keys = sum(_width(layout) for layout in layouts)
         ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
         bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
@@ -310,10 +311,6 @@ class ShadowKV(Policy):
         """Chunks of the newest tokens."""
         assert self.window_size is not None, "settled by resolve"
         return -(-self.window_size // self._chunk)
-
-    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
-        """The layers that select."""
-        return super().offloadable(geometry)
 
 
 def _width(layout: LayerLayout) -> int:

@@ -32,11 +32,6 @@ class PageBudget(Policy):
     token_budget: int = setting(1024, "tokens kept of what is generated, in whole pages")
     prompt_in_budget: bool = setting(False, "count the prompt in token_budget, too")
 
-    def require_page(self, page_size: int) -> None:
-        """ConfigError if the budget does not hold a page."""
-        right = f"at least one page of {page_size} tokens"
-        require(is_count(self.token_budget, page_size), "token_budget", self.token_budget, right)
-
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
         """None: eviction removes a page from all layers at once, so that no layer stays dense."""
         return ()

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_number, require, setting
+from keyhole.policies import base
 from keyhole.policies.base import ScoreRequest, Selection, Selects, SequenceData, Step
 from keyhole.policies.evicting.base import PageBudget
 
@@ -63,7 +64,7 @@ class RaaS(PageBudget):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and that alpha is a share of attention."""
-        self.require_page(geometry.page_size)
+        base.require_page(self.token_budget, geometry.page_size)
         good = is_number(self.alpha) and 0 <= self.alpha < 1
         require(good, "alpha", self.alpha, "a number from 0 to below 1")
         return self

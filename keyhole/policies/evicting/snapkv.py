@@ -84,13 +84,13 @@ class SnapKV(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError if generated tokens are not counted."""
         base.require_in_budget(self, "generated_in_budget=True")
-        return self._sparse(geometry)
+        return self._sparse_layers(geometry)
 
     def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The last queries of every sparse layer and where they are of; the kept tokens, the most
         important first.
         """
-        sparse = self._sparse(geometry)
+        sparse = self._sparse_layers(geometry)
         state = query_state(geometry, sparse, self._window)
         for i in sparse:
             heads = geometry.layers[i].num_kv_heads
@@ -146,10 +146,6 @@ class SnapKV(Policy):
         )
         ranked = kernels.most_observed(scores, len(query), self.token_budget)
         step.sequences.state[f"kept {layer}"][step.sequences.slots[row]] = ranked
-
-    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
-        """The layers that keep a choice."""
-        return super().offloadable(geometry)
 
     @property
     def _window(self) -> int:
