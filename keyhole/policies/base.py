@@ -373,7 +373,7 @@ class Policy(MethodSettings):
 
 
 def always_read(
-    sink_size: object, window_size: object, token_budget: int, unit: int = 1
+    sink_size: int, window_size: int | None, token_budget: int, unit: int = 1
 ) -> tuple[int, int]:
     """How many first and newest entries of `unit` tokens hold `sink_size` and `window_size` tokens.
 
@@ -384,8 +384,6 @@ def always_read(
     require(is_count(sink_size, 0), "sink_size", sink_size, "at least 0")
     right = "at least 1, or None for the newest alone"
     require(window_size is None or is_count(window_size), "window_size", window_size, right)
-    assert isinstance(sink_size, int)
-    assert window_size is None or isinstance(window_size, int)
     first, last = whole_entries(sink_size, unit), max(1, whole_entries(window_size, unit))
     whole = "" if unit == 1 else f" in whole pages of {unit}"
     least = (first + last) * unit
@@ -402,7 +400,7 @@ def require_page(token_budget: int, page_size: int) -> None:
 
 
 def require_pages(
-    token_budget: int, sink_size: object, window_size: object, page_size: int
+    token_budget: int, sink_size: int, window_size: int | None, page_size: int
 ) -> None:
     """ConfigError unless the budget holds a page, and the pages that are always read."""
     require_page(token_budget, page_size)

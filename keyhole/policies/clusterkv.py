@@ -104,9 +104,8 @@ class ClusterKV(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves sinks and interval; checks that they fit into the budget."""
         budget = self.token_budget
-        require(is_count(budget), "token_budget", budget, "at least 1")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require_counts(self, "cluster_size")
+        require_counts(self, "token_budget", "cluster_size")
         good = self.num_clusters is None or is_count(self.num_clusters)
         require(good, "num_clusters", self.num_clusters, "at least 1")
         right = "one of " + ", ".join(_GENERATED)

@@ -94,13 +94,8 @@ class OmniKV(Policy):
         layers = self.filter_layers
         layers = default_filter_layers(geometry) if layers is None else layers
         layers = selection_layers.settled("filter_layers", layers, geometry)
-        require(
-            self.dense_after is None or is_count(self.dense_after, 0),
-            "dense_after",
-            self.dense_after,
-            "at least 0, or None",
-        )
         after = 1 if self.dense_after is None else self.dense_after
+        require(is_count(after, 0), "dense_after", after, "at least 0, or None")
         full = {*self.full_layers, *selection_layers.following(layers, after, geometry)}
         if self.dense_after is None and not selection_layers.served(layers, tuple(full), geometry):
             after, full = 0, set(self.full_layers)
