@@ -20,6 +20,7 @@ The hooks, in the order in which the engine calls them; only `select` must be de
                                 needs_scores ──> none: select ──> attention over the selection
                                     │
                                     └──> some: attention over all, with scores ──> on_scores
+                                               (over the selection that it returns, if any)
                    after_step ──> the pages to evict
                    overhead_bytes, for the statistics
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from keyhole.kernels import Rotation
     from keyhole.retrieval.gate import SeerGate
 
-__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
+__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "SequenceData", "Step"]
 
 Selects = Literal["per_layer", "by_scores", "positions"]
 

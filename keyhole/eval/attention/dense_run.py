@@ -183,7 +183,7 @@ class Candidates(Policy):
 
     def __post_init__(self) -> None:
         # Other policies have these as class variables; here they depend on the wrapped policies.
-        for name in ("wants_head", "wants_gate", "reads_keys", "reads_queries"):
+        for name in ("wants_head", "wants_gate", "shifts_keys", "reads_keys", "reads_queries"):
             object.__setattr__(self, name, any(getattr(one, name) for one in self.policies))
         shares = all(one.shares_pages for one in self.policies)
         object.__setattr__(self, "shares_pages", shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from keyhole import Full, InfLLM, Quest, RaaS, SeerAttentionR, SpeContext
+from keyhole import Full, InfLLM, Quest, RaaS, SeerAttentionR, ShadowKV, SpeContext
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import Candidates
 from keyhole.policies.base import Policy
@@ -57,6 +57,7 @@ def test_class_variables_follow_from_the_policies() -> None:
     assert (three.wants_head, three.reads_keys, three.shares_pages) == (True, True, False)
     assert (three.wants_gate, Candidates(policies=(SeerAttentionR(),)).wants_gate) == (False, True)
     assert (alone.reads_queries, three.reads_queries) == (False, True)
+    assert (alone.shifts_keys, Candidates(policies=(ShadowKV(),)).shifts_keys) == (False, True)
 
 
 def test_side_data_is_kept_apart() -> None:
