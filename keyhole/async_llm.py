@@ -181,15 +181,7 @@ class AsyncLLM:
 
     @overload  # a string is also an iterable of strings
     async def generate(  # type: ignore[overload-overlap]
-        self,
-        prompts: str | Mapping[str, Any],
-        params: Params = None,
-        *,
-        policy: PolicySpec | None = None,
-    ) -> Result: ...
-    @overload
-    async def generate(
-        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+        self, prompts: Prompt, params: Params = None, *, policy: PolicySpec | None = None
     ) -> Result: ...
     @overload
     async def generate(

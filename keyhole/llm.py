@@ -235,15 +235,7 @@ class LLM:
 
     @overload  # a text is also an iterable of texts
     def generate(  # type: ignore[overload-overlap]
-        self,
-        prompts: str | Mapping[str, Any],
-        params: Params = None,
-        *,
-        policy: PolicySpec | None = None,
-    ) -> Result: ...
-    @overload
-    def generate(
-        self, prompts: Several[int], params: Params = None, *, policy: PolicySpec | None = None
+        self, prompts: Prompt, params: Params = None, *, policy: PolicySpec | None = None
     ) -> Result: ...
     @overload
     def generate(
@@ -263,7 +255,15 @@ class LLM:
         cache than the policy of the LLM. So in all methods.
         """
         alone, wanted = one_or_several(prompts)
-        results = self._run(wanted, params, policy)
+        each = params_for(params, len(wanted))
+        with self.engine.lock:
+            under = self.engine.under(policy)
+            tokens = [self.tokens(prompt) for prompt in wanted]
+            for one, settings in zip(tokens, each, strict=True):
+                self.engine.limits.check(one, settings, under.policy)
+            groups = [self._add(*one, under) for one in zip(tokens, each, strict=True)]
+        finished = iter(self._finish([sequence for group in groups for sequence in group]))
+        results = [Result.of_all([next(finished) for _ in group]) for group in groups]
         return results[0] if alone else results
 
     def stream(
@@ -294,17 +294,10 @@ class LLM:
         reuse_generated: keep what a sparse policy wrote while it generated the earlier answers,
         instead of computing them again exactly. A dense policy always keeps it.
         """
-        sequences: list[Sequence] = []
         with self.engine.lock:
             under = self.engine.under(policy)
             tokens = self._chat_tokens(messages, tools, chat_template_kwargs)
-            for one in _params(params).each():
-                after = sequences[0] if sequences else None
-                sequences.append(
-                    self.engine.add(
-                        tokens, one, reuse_approximate=reuse_generated, after=after, under=under
-                    )
-                )
+            sequences = self._add(tokens, _params(params), under, reuse_generated=reuse_generated)
         return Result.of_all(self._finish(sequences))
 
     @arguments_of(chat)
@@ -448,30 +441,24 @@ class LLM:
                 asked.tokens, _single(params), context=asked.context, under=under, caller=caller
             )
 
-    def _run(
-        self, prompts: list[Prompt], params: Params, policy: PolicySpec | None
-    ) -> list[Result]:
-        each = params_for(params, len(prompts))
-        with self.engine.lock:
-            groups = self._add(prompts, each, self.engine.under(policy))
-        results = iter(self._finish([sequence for group in groups for sequence in group]))
-        return [Result.of_all([next(results) for _ in group]) for group in groups]
-
     def _add(
-        self, prompts: list[Prompt], params: list[SamplingParams], under: RequestPolicy
-    ) -> list[list[Sequence]]:
-        """Queues all prompts, each `n` times, or none if one of them cannot be served."""
-        tokens = [self.tokens(prompt) for prompt in prompts]
-        for one, settings in zip(tokens, params, strict=True):
-            self.engine.limits.check(one, settings, under.policy)
-        groups = []
-        for one, settings in zip(tokens, params, strict=True):
-            group: list[Sequence] = []
-            for single in settings.each():
-                after = group[0] if group else None
-                group.append(self.engine.add(one, single, after=after, under=under))
-            groups.append(group)
-        return groups
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        under: RequestPolicy,
+        *,
+        reuse_generated: bool = False,
+    ) -> list[Sequence]:
+        """Queues a prompt `n` times; the later ones wait for the first one's computation."""
+        group: list[Sequence] = []
+        for one in params.each():
+            after = group[0] if group else None
+            group.append(
+                self.engine.add(
+                    tokens, one, reuse_approximate=reuse_generated, after=after, under=under
+                )
+            )
+        return group
 
     def _finish(self, sequences: list[Sequence]) -> list[Result]:
         left = set(sequences)

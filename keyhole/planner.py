@@ -26,7 +26,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from keyhole.config import is_count, require
+from keyhole.config import require_counts
 from keyhole.errors import CapacityError
 
 #: "Runtime memory typically amounts to around 20% to 30% of the model size" (section 6.2).
@@ -92,9 +92,7 @@ class MemoryModel:
     runtime_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "token_budget"):
-            value = getattr(self, name)
-            require(is_count(value), name, value, "a whole number >= 1")
+        require_counts(self, "requests", "token_budget")
         # Otherwise an infinite sequence would fit once every layer is offloaded.
         assert self.page_bytes(len(self.order)) > 0, "a page must cost resident bytes"
 

@@ -241,7 +241,7 @@ def test_the_last_layers_are_offloaded_first_and_windows_never() -> None:
 @pytest.mark.parametrize("name", ["requests", "token_budget"])
 def test_nothing_is_planned_for_zero(name: str) -> None:
     settings = {"requests": 1, "token_budget": 1} | {name: 0}
-    with pytest.raises(ConfigError, match=f"{name} 0 must be a whole number >= 1"):
+    with pytest.raises(ConfigError, match=f"{name} 0 must be at least 1"):
         MemoryModel(layers=(), buffer_tokens=16, weight_bytes=0, **settings)
 
 

@@ -14,6 +14,7 @@ all tokens after the documents, at their positions.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -230,7 +231,8 @@ class KeptTokenRows:
         if self._places is not None:
             indices = self._mapped(self._places[layer], indices)
         wanted = (indices >= 0) & (indices < self._lengths[:, None])
-        return _packed(indices, wanted & self._has(layer, indices))
+        found = _packed(indices, wanted & self._has(layer, indices))
+        return dataclasses.replace(found, low_rank=selection.low_rank)
 
     def _mapped(self, table: Tensor, indices: Tensor) -> Tensor:
         """Maps tokens of documents by a table int32 [B, C]; later tokens are unchanged."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keyhole.cli.common import flags, terminal
 from keyhole.errors import ConfigError
@@ -19,9 +19,9 @@ from keyhole.models.weights.weight_format import weight_format
 if TYPE_CHECKING:
     from keyhole.eval.verify import RecallCell, RecallText
     from keyhole.eval.weight_error import PlainRun, WeightError
-    from keyhole.exactness_gate import Exactness
     from keyhole.models.model import Model
     from keyhole.retrieval.head import RetrievalHead
+    from keyhole.retrieval.training.training_config import Corpus
 
     Texts = Mapping[int, list[RecallText]]
 
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     texts = _texts(model, arguments)
     from keyhole import kernels
     from keyhole.eval.verify import verify
+    from keyhole.eval.weight_error import weight_error
 
     checks = verify(model, length=length)
     passed = all(check.passed for check in checks)
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         if any(check.replayed for check in checks)
         else "launched one by one",
     }
-    packing = _packing(model, plain)
+    packing = None if plain is None else weight_error(plain, model)
     head = _head(model, texts)
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
@@ -100,19 +101,19 @@ def _plain(arguments: argparse.Namespace) -> PlainRun | None:
     weight_format(arguments.weights)  # refused before the model is loaded
     model = flags.load_model(stored)
     arguments.model_files = stored.model_files
-    from keyhole.eval.tiny_language.tasks import HeadTexts
     from keyhole.eval.weight_error import plain_run
+
+    return plain_run(model, _corpus(model, arguments))
+
+
+def _corpus(model: Model, arguments: argparse.Namespace) -> Corpus | None:
+    """The texts of --data, or those of the bundled model; None: neither."""
+    from keyhole.eval.tiny_language.tasks import HeadTexts
     from keyhole.retrieval.training.training_config import read
 
     if arguments.data is not None:
-        return plain_run(model, read(arguments.data, model.tokenizer, model.vocab_size))
-    return plain_run(model, HeadTexts() if flags.has_bundled_vocabulary(arguments.model) else None)
-
-
-def _packing(model: Model, plain: PlainRun | None) -> WeightError | None:
-    from keyhole.eval.weight_error import weight_error
-
-    return None if plain is None else weight_error(plain, model)
+        return read(arguments.data, model.tokenizer, model.vocab_size)
+    return HeadTexts() if flags.has_bundled_vocabulary(arguments.model) else None
 
 
 def _packing_text(model: Model, found: WeightError) -> str:
@@ -137,9 +138,7 @@ def _texts(model: Model, arguments: argparse.Namespace) -> Texts | None:
 
     ConfigError, before the checks, for texts that are too short or that nothing would read.
     """
-    from keyhole.eval.tiny_language.tasks import HeadTexts
     from keyhole.eval.verify import recall_texts
-    from keyhole.retrieval.training.training_config import read
 
     if model.head is None:
         if arguments.data is not None and arguments.weights is None:
@@ -148,10 +147,8 @@ def _texts(model: Model, arguments: argparse.Namespace) -> Texts | None:
                 "retrieval head; leave it out, or give --weights"
             )
         return None
-    if arguments.data is not None:
-        return recall_texts(model, read(arguments.data, model.tokenizer, model.vocab_size))
-    bundled = flags.has_bundled_vocabulary(arguments.model)
-    return recall_texts(model, HeadTexts()) if bundled else None
+    corpus = _corpus(model, arguments)
+    return None if corpus is None else recall_texts(model, corpus)
 
 
 def _head(model: Model, texts: Texts | None) -> tuple[RetrievalHead, list[RecallCell]] | None:
@@ -212,21 +209,12 @@ def _run_models(arguments: argparse.Namespace) -> int:
         verdict = measure_family(name)
         exact += verdict.exact
         if arguments.json:
-            print(terminal.to_json(_exactness(verdict)), flush=True)
+            print(terminal.to_json({**vars(verdict), "exact": verdict.exact}), flush=True)
         else:
             print(f"{name:24} {verdict.reason or 'exact'}", flush=True)
     if not arguments.json:
         print(f"{exact} of {len(names)} families are exact")
     return 0
-
-
-def _exactness(verdict: Exactness) -> dict[str, Any]:
-    return {
-        "family": verdict.family,
-        "exact": verdict.exact,
-        "error": verdict.error,
-        "reason": verdict.reason,
-    }
 
 
 class Models:

@@ -77,10 +77,9 @@ def model_size(model: Model, *selecting: nn.Module | None) -> ModelSize:
 
 def sequence_bytes(policy: Policy, geometry: Geometry) -> int:
     """What a resolved policy keeps of a sequence, as `SequenceState` stores it."""
-    whole = policy.sequence_state(geometry).values()
-    numbers = policy.sequence_numbers(geometry).values()
-    return torch.int32.itemsize * sum(map(math.prod, whole)) + geometry.itemsize * sum(
-        map(math.prod, numbers)
+    return sum(
+        math.prod(data.shape) * (geometry.itemsize if data.like_keys else torch.int32.itemsize)
+        for data in policy.sequence_state(geometry).values()
     )
 
 

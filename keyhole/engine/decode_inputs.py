@@ -199,13 +199,12 @@ class SequenceState:
 
     def __init__(self, policy: Policy, geometry: Geometry, num_slots: int, like: Tensor) -> None:
         """like: any tensor of the keys' dtype and device."""
-        whole, numbers = policy.sequence_state(geometry), policy.sequence_numbers(geometry)
-        assert not whole.keys() & numbers.keys(), "names of state must differ"
         self.tensors = {
-            name: like.new_zeros(num_slots, *shape, dtype=torch.int32)
-            for name, shape in whole.items()
+            name: like.new_zeros(
+                num_slots, *data.shape, dtype=like.dtype if data.like_keys else torch.int32
+            )
+            for name, data in policy.sequence_state(geometry).items()
         }
-        self.tensors |= {n: like.new_zeros(num_slots, *shape) for n, shape in numbers.items()}
         # The pages of each slot's last sequence. A re-admitted sequence has a new array.
         self._lists: list[array[int] | None] = [None] * num_slots
         self._prompts = [0] * num_slots
@@ -240,7 +239,7 @@ class KeptTokens:
         self, policy: Policy, num_layers: int, num_slots: int, device: torch.device
     ) -> None:
         self._device = device
-        shares = policy.shares_by_scores or policy.selects_positions
+        shares = policy.selects in ("by_scores", "positions")
         self._table = KeptTokenTable(num_layers, num_slots, device, shares=shares)
         # What each row was filled from.
         self._kept: list[Tensor | None] = [None] * num_slots

@@ -19,7 +19,6 @@ from keyhole.engine.allocation import LayerOffloader, allocate
 from keyhole.engine.cuda_graph_runner import Recorder, make_recorder
 from keyhole.engine.documents.filling import Context, Pace
 from keyhole.engine.documents.prefill import DocumentPrefill
-from keyhole.engine.fairness import FairLock
 from keyhole.engine.head_runner import load_gate, load_head
 from keyhole.engine.model_runner import Runner
 from keyhole.engine.page_filler import PageFiller
@@ -36,7 +35,9 @@ from keyhole.engine.request import (
     longest,
     requested,
 )
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.scheduling.fairness import FairLock
+from keyhole.engine.scheduling.scheduler import Scheduler
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import DraftCounters, Sequence
 from keyhole.engine.speculation.draft_runner import DraftRunner, load_draft, make_head_runner
 from keyhole.engine.speculation.drafting import Drafting, require_exact
@@ -137,7 +138,7 @@ class Engine:
         if config.draft is not None:
             require_exact(self.policy, self.geometry, head, config)
             by = self.head_runner if isinstance(self.head_runner, DraftRunner) else None
-            self.drafting = Drafting(config, self.scheduler, self.max_length, by)
+            self.drafting = Drafting(config, self.scheduler.pages, self.max_length, by)
         self._records = recorder is not None
         self._runner = self._make_runner(self._own, recorder)
         # The engine's own first, then those of requests, in order of last use.
@@ -339,8 +340,8 @@ class Engine:
             ) from error
         for sequence in plan.admitted:
             known, group = sequence.num_computed, sequence.page_group
-            if self.scheduler.states is not None and known:
-                self.scheduler.states.load(sequence.tokens, known, group, sequence.slot)
+            if self.scheduler.pages.states is not None and known:
+                self.scheduler.pages.states.load(sequence.tokens, known, group, sequence.slot)
 
     def _run(self, plan: SchedulerOutput) -> list[Sequence]:
         """Runs the model once for each policy in the step."""
@@ -365,7 +366,7 @@ class Engine:
         runner.evict()
         for sequence in plan.drafts:
             if not sequence.is_finished:
-                self.scheduler.release_rejected(sequence)
+                self.scheduler.pages.release_rejected(sequence)
                 runner.cut(sequence)
                 if self.drafting is not None:
                     self.drafting.cut(sequence)
@@ -391,9 +392,9 @@ class Engine:
         for sequence, count in plan.chunks:
             self.known_prompts.save(sequence, count)
             if sequence.is_decoding:
-                self.scheduler.remember(sequence)
+                self.scheduler.pages.remember(sequence)
             end, group = sequence.num_computed, sequence.page_group
-            states = self.scheduler.states
+            states = self.scheduler.pages.states
             if states is not None and sequence.exact and end in sequence.state_ends:
                 states.save(sequence.tokens, end, group, sequence.slot)
 

@@ -26,7 +26,7 @@ from keyhole.engine.decode_inputs import (
 )
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.read_trace import counted, trace_decodes, trace_prompt
-from keyhole.engine.scheduler import SchedulerOutput
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.kernels import Rotation
 from keyhole.models.batch import Batch, Chunk, ScatteredChunk

@@ -12,7 +12,8 @@ from keyhole.engine.documents.filling import OutOfPages, Pace
 from keyhole.engine.documents.prefill import DocumentPrefill
 from keyhole.engine.documents.stored_rows import HostBlocks, HotBlocks
 from keyhole.engine.request import RequestPolicy
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.scheduling.scheduler import Scheduler
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, ConfigError, KeyholeError, is_out_of_memory
 from keyhole.models.model import Model

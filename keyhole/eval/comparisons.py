@@ -190,16 +190,9 @@ class Comparison:
 
     def to_json(self) -> Line:
         """As JSON, with gains by the name of the control."""
-        return {
-            "samples": self.samples,
-            "score": self.score,
-            "interval": self.interval,
-            "full": self.full,
-            "controls": dict(self.controls),
-            "gains": {name: vars(gain) for name, gain in self.gains.items()},
-            "distance": self.distance,
-            "can_tell": self.can_tell,
-        }
+        own = {name: value for name, value in vars(self).items() if name != "lines"}
+        gains = {name: vars(gain) for name, gain in self.gains.items()}
+        return own | {"gains": gains, "distance": self.distance, "can_tell": self.can_tell}
 
 
 def compared(lines: Sequence[Line]) -> list[Comparison | None]:

@@ -28,7 +28,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.engine.read_trace import Read, read_of
 from keyhole.errors import ConfigError
 from keyhole.eval.workload import MakeEngine, Shown, serve
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, Selection, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,20 +45,7 @@ class PolicyProxy(Policy):
 
     def __post_init__(self) -> None:
         # Other policies have these as class variables; here they are the inner policy's.
-        for name in (
-            "name",
-            "dense",
-            "wants_head",
-            "wants_gate",
-            "shares_pages",
-            "selects_per_layer",
-            "shares_by_scores",
-            "selects_positions",
-            "page_settings",
-            "reads_keys",
-            "reads_queries",
-            "selects_by_own_scores",
-        ):
+        for name in Policy.__annotations__.keys() - PolicyProxy.__annotations__.keys():
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -170,12 +157,11 @@ class Traced(PolicyProxy):
 
     trace: Trace = field(default_factory=Trace)
 
-    def needs_scores(self, layer: int, step: Step) -> tuple[ScoreRequest, ...]:
-        """As the inner policy; a layer that computes scores reads everything and is recorded so."""
-        requests = self.inner.needs_scores(layer, step)
-        if requests and not self.inner.selects_by_own_scores:
-            self.trace.record(layer, None, step)
-        return requests
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
+        """As the inner policy, recorded."""
+        selection = self.inner.on_scores(layer, scores, step)
+        self.trace.record(layer, selection, step)
+        return selection
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """As the inner policy, recorded."""

@@ -22,7 +22,7 @@ from keyhole.config import EngineConfig
 from keyhole.engine.allocation import allocate
 from keyhole.engine.head_runner import HeadRunner, load_gate, load_head
 from keyhole.engine.model_runner import Runner
-from keyhole.engine.scheduler import SchedulerOutput
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.paged_cache import OPTIONS, PagedCache, columns, full, present, spread, unsupported

@@ -32,11 +32,13 @@ class Selection:
     has its own (`attend_per_query_head`).
     counts: int32 [B, H], how many entries are real. The newest token is always among them.
     unit: tokens per entry: 1 (token positions) or the page size (page numbers of the sequence).
+    low_rank: low-rank keys that replace some of the keys, for a selection of tokens.
     """
 
     indices: Tensor
     counts: Tensor
     unit: int
+    low_rank: LowRank | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from keyhole.kernels import PagedQuery, cpu
 from keyhole.models import selective_recompute
 from keyhole.models.batch import Batch, Chunk, LastLayer, ScatteredChunk
 from keyhole.models.modules import indexed_attention
-from keyhole.policies.base import PromptQueries, Selection, Step
+from keyhole.policies.base import PromptQueries, ScoreRequest, Selection, Step
 from keyhole.policies.prefill.base import PromptChunk
 
 NAME = "keyhole"
@@ -230,28 +230,28 @@ def decode(
     assert step is not None
     left = step if window is not None else step.retained or step
     paged = PagedQuery(query, cache.keys[layer], cache.values[layer], left.page_table, left.lengths)
-    scored = None if window is not None else _attend_and_score(batch, layer, paged, options)
-    chosen = None
+    scored: Tensor | None = None
+    chosen: Selection | None = None
     if window is not None:
         selection = _in_window(batch, layer, window)
-    elif scored is not None:
-        selection = _there(step, layer, None)
     else:
-        chosen = policy.select(layer, query, step)
+        requests = policy.needs_scores(layer, step)
+        if requests:
+            scored, chosen = _attend_and_score(batch, layer, paged, requests, options)
+        else:
+            chosen = policy.select(layer, query, step)
         selection = _there(step, layer, chosen)
     batch.reads.append(selection)
-    if scored is not None:
+    if scored is not None and chosen is None:
         batch.prefetch(layer)
         return scored
 
     if selection is None:
         return kernels.attend(paged, window=window, **options)
     operation: Any = kernels.attend
-    low_rank = None
-    if window is None and selection.unit == 1:
-        low_rank = policy.low_rank(layer, step)
-    if low_rank is not None:
-        operation, options = kernels.attend_low_rank, {"low_rank": low_rank, **options}
+    if selection.low_rank is not None:
+        operation = kernels.attend_low_rank
+        options = {"low_rank": selection.low_rank, **options}
     # Dense steps read the offloaded pages directly: they do not fit into a buffer.
     elif chosen is not None and batch.prefetcher is not None and layer in batch.prefetcher:
         resident = batch.prefetcher.wait(layer, selection)
@@ -274,17 +274,15 @@ def _in_window(batch: Batch, layer: int, window: int) -> Selection | None:
 
 
 def _attend_and_score(
-    batch: Batch, layer: int, paged: PagedQuery, options: dict[str, Any]
-) -> Tensor | None:
-    """Attention over everything for a policy that wants scores; passes the scores to it.
-
-    None where the policy wants none, or selects by these scores what the layer then reads.
-    """
+    batch: Batch,
+    layer: int,
+    paged: PagedQuery,
+    requests: tuple[ScoreRequest, ...],
+    options: dict[str, Any],
+) -> tuple[Tensor, Selection | None]:
+    """Attention over everything, and what the policy selects by its scores for this layer."""
     step, policy = batch.step, batch.policy
     assert step is not None
-    requests = policy.needs_scores(layer, step)
-    if not requests:
-        return None
     everything = _there(step, layer, None)
     if everything is None:
         out, scores = kernels.attend_and_score(paged, requests=requests, **options)
@@ -292,11 +290,11 @@ def _attend_and_score(
         out, scores = kernels.attend_and_score_chosen(
             paged, selection=everything, requests=requests, **options
         )
-    policy.on_scores(layer, scores, step)
+    chosen = policy.on_scores(layer, scores, step)
     kept = (step.retained or step).kept_tokens
-    if kept is not None and policy.shares_by_scores and step.shared_selection is not None:
+    if kept is not None and policy.selects == "by_scores" and step.shared_selection is not None:
         step.shared_selection = kept.at_positions(layer, step.shared_selection)
-    return None if policy.selects_by_own_scores else out
+    return out, chosen
 
 
 def _there(step: Step, layer: int, selection: Selection | None) -> Selection | None:

@@ -174,7 +174,7 @@ def settings(
         raise ConfigError(
             "device_map cannot be used with a model whose layers select tokens by an indexer"
         )
-    of_sequences = policy.sequence_state(geometry) | policy.sequence_numbers(geometry)
+    of_sequences = policy.sequence_state(geometry)
     evicts = policy.page_limit(np.ones(1, np.int64), geometry.page_size) is not None
     if policy.wants_head or policy.wants_gate or of_sequences or evicts or policy.shifts_keys:
         raise ConfigError(

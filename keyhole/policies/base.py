@@ -7,9 +7,8 @@ Layers with their own sliding window do not call a policy.
 
 The hooks, in the order in which the engine calls them; only `select` must be defined:
 
-    once           resolve ──> page_data, sequence_state, sequence_numbers: memory is planned
-                           └─> dense_layers, offloadable, page_limit, token_scores,
-                               selection_heads
+    once           resolve ──> page_data, sequence_state, token_scores: memory is planned
+                           └─> dense_layers, offloadable, page_limit, selection_heads
 
     a new prompt   reusable: how many cached tokens are not computed again (`shares_pages` False)
 
@@ -18,10 +17,10 @@ The hooks, in the order in which the engine calls them; only `select` must be de
     decode step    capture_key: may a captured step be replayed?
                    before_step
                    each layer   the new key is written ──> on_append ──> on_queries
-                                needs_scores ──> none: select ──> low_rank ──> attention over
-                                    │                                          the selection
+                                needs_scores ──> none: select ──> attention over the selection
+                                    │
                                     └──> some: attention over all, with scores ──> on_scores
-                                               (`selects_by_own_scores`: select comes after it)
+                                               (over the selection that it returns, if any)
                    after_step ──> the pages to evict
                    overhead_bytes, for the statistics
 
@@ -32,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
@@ -48,7 +47,16 @@ if TYPE_CHECKING:
     from keyhole.kernels import Rotation
     from keyhole.retrieval.gate import SeerGate
 
-__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "Step"]
+__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "SequenceData", "Step"]
+
+Selects = Literal["per_layer", "by_scores", "positions"]
+
+
+class SequenceData(NamedTuple):
+    """The shape of data that a policy keeps of a sequence; int32, or of the keys' dtype."""
+
+    shape: tuple[int, ...]
+    like_keys: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +177,6 @@ class Policy(MethodSettings):
     #: False if a page's data depends on more than its tokens and those before them: sequences then
     #: share no pages, and a cached prefix is copied.
     shares_pages: ClassVar[bool] = True
-    #: Whether it needs the queries of all tokens (`on_prompt_queries`, `on_queries`). Prompts of
-    #: stored documents, whose queries are not stored, are then refused.
-    reads_queries: ClassVar[bool] = False
     #: True if a decode step can be captured in a CUDA graph, else the reason why not. The hooks of
     #: a step then never sync with the device, derive all shapes from the step's tensors and the
     #: settings, and branch on host values only as `capture_key` says.
@@ -186,24 +191,28 @@ class Policy(MethodSettings):
     #: values of these settings share prefixes; None: all settings.
     page_settings: ClassVar[tuple[str, ...] | None] = None
 
-    #: True if what a layer reads depends on that layer alone. Layers may then store different
-    #: tokens of documents in one page (`cache/packing.py`).
-    selects_per_layer: ClassVar[bool] = False
-    #: True if what several layers read (`Step.shared_selection`) is selected in `on_scores` alone,
-    #: from one layer's scores of its own tokens. Tokens of documents may then be packed, too: what
-    #: that layer selected is translated for the others.
-    shares_by_scores: ClassVar[bool] = False
-    #: True if it selects positions, the same for every layer. Tokens of documents may then be
-    #: packed, too, and each layer reads those of the positions that it has. If none of these three
-    #: is True, every token of a document stays at its own position.
-    selects_positions: ClassVar[bool] = False
+    #: How selections are made. "per_layer": each layer's depends on that layer alone. "by_scores":
+    #: layers share what `on_scores` alone selects (`Step.shared_selection`), from one layer's
+    #: scores of its own tokens. "positions": of positions, the same for every layer. Layers may
+    #: then store different tokens of documents in one page (`cache/packing.py`): a selection by
+    #: scores is translated for the other layers; of positions, each layer reads those that it has.
+    #: None: in another way, so that every token of a document stays at its own position.
+    selects: ClassVar[Selects | None] = None
 
     #: Whether its hooks read keys of pages in every step. With layers offloaded from a GPU this
     #: waits for the host; such steps are not captured.
     reads_keys: ClassVar[bool] = False
-    #: Whether a layer that scores reads only what `select` then returns for it. Otherwise a layer
-    #: that scores attends to everything, and `select` is not called for it.
-    selects_by_own_scores: ClassVar[bool] = False
+
+    #: Whether it has a hook that receives queries (`on_prompt_queries`, `on_queries`). Prompts of
+    #: stored documents, whose queries are not stored, are then refused.
+    reads_queries: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.reads_queries = (
+            cls.on_prompt_queries is not Policy.on_prompt_queries
+            or cls.on_queries is not Policy.on_queries
+        )
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -247,6 +256,10 @@ class Policy(MethodSettings):
 
         Here: all except the dense ones.
         """
+        return self._sparse_layers(geometry)
+
+    def _sparse_layers(self, geometry: Geometry) -> tuple[int, ...]:
+        """The full-attention layers that are not dense."""
         dense = self.dense_layers(geometry)
         return tuple(i for i in geometry.full_attention if i not in dense)
 
@@ -273,17 +286,13 @@ class Policy(MethodSettings):
         """Name and shape of this policy's data per page and layer."""
         return {}
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """Name and shape of this policy's int32 data per sequence, kept from step to step.
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """Name and shape of this policy's data per sequence, kept from step to step.
 
         The data is not cleared when a sequence begins: `Step.sequences.fresh` marks its first step.
         Do not store numbers of `Step.page_table`, which change when the cache is packed; data of a
         page belongs in `page_data`, which moves with it.
         """
-        return {}
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The same for data of the keys' dtype; names must differ from `sequence_state`'s."""
         return {}
 
     def before_step(self, step: Step) -> None:
@@ -308,7 +317,7 @@ class Policy(MethodSettings):
     def on_prompt_queries(
         self, layer: int, queries: PromptQueries, options: Mapping[str, Any]
     ) -> None:
-        """Receives queries of a prompt if the policy `reads_queries`; may change side data.
+        """Receives queries of a prompt; may change side data.
 
         Called for every layer with full attention, after keys were written and `on_append`.
         options: scale, softcap and sinks, as in `kernels.attend`.
@@ -335,11 +344,14 @@ class Policy(MethodSettings):
         """Scores that this layer must return; such a layer computes the scores of all its keys."""
         return ()
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
         """Receives the requested scores, float32 [B, H, n] each; may set `step.shared_selection`.
 
-        H is the number of KV heads for a request of "group_max", of query heads for "none", else 1.
+        Returns what this layer then attends to; None: everything, which is read for the scores
+        anyway. `select` is not called. H is the number of KV heads for a request of "group_max", of
+        query heads for "none", else 1.
         """
+        return None
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """Selects what this layer reads in this step; None is everything.
@@ -356,20 +368,13 @@ class Policy(MethodSettings):
         """
         return None
 
-    def low_rank(self, layer: int, step: Step) -> LowRank | None:
-        """Low-rank keys that replace some of the selected keys; None: all keys are read in full.
-
-        Called after `select` if that selected tokens, not pages.
-        """
-        return None
-
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """Bytes read in this step besides keys and values, per sequence [B]; None is nothing."""
         return None
 
 
 def always_read(
-    sink_size: object, window_size: object, token_budget: int, unit: int = 1
+    sink_size: int, window_size: int | None, token_budget: int, unit: int = 1
 ) -> tuple[int, int]:
     """How many first and newest entries of `unit` tokens hold `sink_size` and `window_size` tokens.
 
@@ -380,8 +385,6 @@ def always_read(
     require(is_count(sink_size, 0), "sink_size", sink_size, "at least 0")
     right = "at least 1, or None for the newest alone"
     require(window_size is None or is_count(window_size), "window_size", window_size, right)
-    assert isinstance(sink_size, int)
-    assert window_size is None or isinstance(window_size, int)
     first, last = whole_entries(sink_size, unit), max(1, whole_entries(window_size, unit))
     whole = "" if unit == 1 else f" in whole pages of {unit}"
     least = (first + last) * unit
@@ -391,12 +394,17 @@ def always_read(
     return first, last
 
 
-def require_pages(
-    token_budget: int, sink_size: object, window_size: object, page_size: int
-) -> None:
-    """ConfigError unless the budget holds a page, and the pages that are always read."""
+def require_page(token_budget: int, page_size: int) -> None:
+    """ConfigError unless the budget holds a page."""
     right = f"at least one page of {page_size} tokens"
     require(is_count(token_budget, page_size), "token_budget", token_budget, right)
+
+
+def require_pages(
+    token_budget: int, sink_size: int, window_size: int | None, page_size: int
+) -> None:
+    """ConfigError unless the budget holds a page, and the pages that are always read."""
+    require_page(token_budget, page_size)
     always_read(sink_size, window_size, token_budget // page_size * page_size, page_size)
 
 

@@ -104,9 +104,8 @@ class ClusterKV(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves sinks and interval; checks that they fit into the budget."""
         budget = self.token_budget
-        require(is_count(budget), "token_budget", budget, "at least 1")
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        require_counts(self, "cluster_size")
+        require_counts(self, "token_budget", "cluster_size")
         good = self.num_clusters is None or is_count(self.num_clusters)
         require(good, "num_clusters", self.num_clusters, "at least 1")
         right = "one of " + ", ".join(_GENERATED)
@@ -134,7 +133,7 @@ class ClusterKV(Policy):
         """
         base.require_shared_group(self.name, self.share_group)
         base.require_in_budget(self, "generated='counted'")
-        return super().offloadable(geometry)
+        return self._sparse_layers(geometry)
 
     @classmethod
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
@@ -213,8 +212,7 @@ class ClusterKV(Policy):
         """The centroids and the clusters of all tokens in all sparse layers."""
         if not self._selects(step):
             return None
-        sparse = [i for i in geometry.full_attention if i not in self.full_layers]
-        layouts = [geometry.layers[i] for i in sparse]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         heads = sum(layout.num_kv_heads for layout in layouts)
         numbers = sum(layout.num_kv_heads * layout.key_dim for layout in layouts)
         count = self._count(step.sequences.prompts, step.lengths)

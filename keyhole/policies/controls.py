@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step, always_read
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step, always_read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class Full(Policy):
     """
 
     name: ClassVar[str] = "full"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     dense: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
@@ -52,7 +52,7 @@ class SlidingWindow(Policy):
     """
 
     name: ClassVar[str] = "sliding_window"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head: the window")
@@ -86,7 +86,7 @@ class RandomTokens(Policy):
     """
 
     name: ClassVar[str] = "random"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
@@ -150,10 +150,9 @@ class Oracle(Policy):
     """
 
     name: ClassVar[str] = "oracle"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    selects_by_own_scores: ClassVar[bool] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the newest among them")
     full_layers: tuple[int, ...] = setting((), "layers that read everything")
 
@@ -173,10 +172,10 @@ class Oracle(Policy):
             return ()
         return (ScoreRequest("group_max", 1),)
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
         """Selects for this layer alone."""
-        step.shared_selection = kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
+        return kernels.top_k(scores[0], step.lengths, self.token_budget, 1, last=1)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """This layer's own selection; everything in full layers."""
-        return None if layer in self.full_layers else step.shared_selection
+        """Everything: full layers, and all within the budget."""
+        return None

@@ -42,7 +42,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base, selection_layers
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step
 from keyhole.policies.selection_layers import Calibration
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Delta(Policy):
     name: ClassVar[str] = "delta"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    shares_by_scores: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "by_scores"
     token_budget: int = setting(1024, "tokens a sparse layer reads, in whole pages")
     recent_pages: int | None = setting(None, "newest pages always read; None: 1/8 of the budget")
     sink_size: int = setting(0, "first tokens that are always read, in whole pages")
@@ -79,12 +79,7 @@ class Delta(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves recent pages and layers: as given, else calibrated, else scaled to the depth."""
         size = geometry.page_size
-        require(
-            is_count(self.token_budget, size),
-            "token_budget",
-            self.token_budget,
-            f"at least one page of {size} tokens",
-        )
+        base.require_page(self.token_budget, size)
         pages = self.token_budget // size
         # An eighth of the budget, as in the authors' code (8 of 64 pages); table 1 of the paper
         # shows that smaller budgets need relatively more.

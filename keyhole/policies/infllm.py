@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
+from keyhole.policies import base
 from keyhole.policies.base import Policy, PromptQueries, Selection, Step
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class InfLLM(Policy):
 
     name: ClassVar[str] = "infllm"
     shares_pages: ClassVar[bool] = False
-    reads_queries: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
         "it sums the attention that tokens receive, from rejected tokens as well"
@@ -80,8 +80,7 @@ class InfLLM(Policy):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves block and window; checks that these and the sinks fit into the budget."""
         page, budget = geometry.page_size, self.token_budget
-        right = f"at least one page of {page} tokens"
-        require(is_count(budget, page), "token_budget", budget, right)
+        base.require_page(budget, page)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
         require_counts(self, "sink_size", least=0)
         block = self.block_size
@@ -209,7 +208,7 @@ class InfLLM(Policy):
         """The representatives of all blocks and the attention in the window, in sparse layers."""
         if self._reads_all(step):
             return None
-        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         heads = geometry.num_query_heads
         keys = sum(heads * layout.key_dim for layout in layouts)
         window = 2 * heads * len(layouts) * step.lengths.clamp(max=self._window)

@@ -46,7 +46,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.policies import base, selection_layers
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class OmniKV(Policy):
     name: ClassVar[str] = "omnikv"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    shares_by_scores: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "by_scores"
     token_budget: int = setting(1024, "tokens a sparse layer reads")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     filter_layers: tuple[int, ...] | None = setting(
@@ -94,13 +94,8 @@ class OmniKV(Policy):
         layers = self.filter_layers
         layers = default_filter_layers(geometry) if layers is None else layers
         layers = selection_layers.settled("filter_layers", layers, geometry)
-        require(
-            self.dense_after is None or is_count(self.dense_after, 0),
-            "dense_after",
-            self.dense_after,
-            "at least 0, or None",
-        )
         after = 1 if self.dense_after is None else self.dense_after
+        require(is_count(after, 0), "dense_after", after, "at least 0, or None")
         full = {*self.full_layers, *selection_layers.following(layers, after, geometry)}
         if self.dense_after is None and not selection_layers.served(layers, tuple(full), geometry):
             after, full = 0, set(self.full_layers)

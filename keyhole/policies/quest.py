@@ -38,7 +38,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class Quest(Policy):
     """The `token_budget / page_size` pages of highest upper bound, per KV head."""
 
     name: ClassVar[str] = "quest"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()
@@ -79,7 +79,7 @@ class Quest(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
         base.require_shared_group(self.name, self.share_group)
-        return super().offloadable(geometry)
+        return self._sparse_layers(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The lowest and the highest number of each key dimension in the page."""
@@ -109,8 +109,7 @@ class Quest(Policy):
         """The summaries of all pages in all sparse layers."""
         if self._reads_all(step):
             return None
-        sparse = [i for i in geometry.full_attention if i not in self.full_layers]
-        layouts = [geometry.layers[i] for i in sparse]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         numbers = sum(2 * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 

@@ -38,7 +38,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, Selection, Step
+from keyhole.policies.base import Policy, Selection, Selects, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class SeerAttentionR(Policy):
 
     name: ClassVar[str] = "seer_attention_r"
     wants_gate: ClassVar[bool] = True
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()
@@ -98,7 +98,7 @@ class SeerAttentionR(Policy):
         """The pooled keys of all pages in all sparse layers."""
         if self._reads_all(step):
             return None
-        layouts = [geometry.layers[i] for i in self.offloadable(geometry)]
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
         numbers = sum(_POOLS * layout.num_kv_heads * layout.key_dim for layout in layouts)
         return step.pages * (numbers * geometry.itemsize)
 

@@ -45,7 +45,7 @@ from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
-from keyhole.policies.base import LowRank, Policy, Selection, Step
+from keyhole.policies.base import LowRank, Policy, Selection, SequenceData, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,8 @@ class ShadowKV(Policy):
         least = (settled._always + 1) * chunk
         right = f"at least {least}: {parts} chunk of {chunk}"
         require(self.always_beside or budget >= least, "token_budget", budget, right)
-        most = min((_width(geometry.layers[i]) for i in settled._sparse(geometry)), default=0)
+        sparse = self._sparse_layers(geometry)
+        most = min((_width(geometry.layers[i]) for i in sparse), default=0)
         right = f"from 0 to {most}, the numbers of a key of all KV heads"
         require(rank is None or (is_count(rank, 0) and rank <= most), "rank", rank, right)
         return settled
@@ -143,7 +144,7 @@ class ShadowKV(Policy):
                 "loaded from offloaded layers"
             )
         base.require_in_budget(self, "keep_generated=False and always_beside=False")
-        return self._sparse(geometry)
+        return self._sparse_layers(geometry)
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """Landmarks, the least cosine of each chunk, and each token's low-rank coefficients."""
@@ -154,20 +155,15 @@ class ShadowKV(Policy):
             "coefficient": (page_size, self._rank(layout)),
         }
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The first and the outlier chunks of every sparse layer."""
-        return {
-            f"taken {i}": (geometry.layers[i].num_kv_heads, self._sinks + self._outliers)
-            for i in self._sparse(geometry)
-        }
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The basis of the keys of every sparse layer."""
-        layouts = {i: geometry.layers[i] for i in self._sparse(geometry)}
-        return {
-            f"basis {i}": (self._rank(layout), layout.num_kv_heads, layout.key_dim)
-            for i, layout in layouts.items()
-        }
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """The first and the outlier chunks of every sparse layer, and the basis of its keys."""
+        state = {}
+        for i in self._sparse_layers(geometry):
+            layout = geometry.layers[i]
+            heads, rank = layout.num_kv_heads, self._rank(layout)
+            state[f"taken {i}"] = SequenceData((heads, self._sinks + self._outliers))
+            state[f"basis {i}"] = SequenceData((rank, heads, layout.key_dim), like_keys=True)
+        return state
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
@@ -214,12 +210,25 @@ class ShadowKV(Policy):
         scores = kernels.chunk_scores(query, landmarks, table, taken, chunks, local)
         chosen = kernels.top_k(scores, chunks, self._count, self._chunk, last=local)
         tokens = kernels.block_pages(chosen, ends, 1)
-        if not self.keep_generated:
-            return tokens
-        most = int((step.sequences.host_lengths - self._end(step.sequences.host_prompts)).max())
-        return kernels.with_newer(tokens, ends, step.lengths, most)
+        if self.keep_generated:
+            ends_of_prompts = self._end(step.sequences.host_prompts)
+            most = int((step.sequences.host_lengths - ends_of_prompts).max())
+            tokens = kernels.with_newer(tokens, ends, step.lengths, most)
+        return dataclasses.replace(tokens, low_rank=self._low_rank(layer, step))
 
-    def low_rank(self, layer: int, step: Step) -> LowRank | None:
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
+        if step.max_length <= self._covered:
+            return None
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
+        keys = sum(_width(layout) for layout in layouts)
+        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
+        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
+        read = step.lengths.clamp(max=self._covered)
+        numbers = self._ends(step)[1] * keys + read * ranks + bases
+        return numbers * geometry.itemsize
+
+    def _low_rank(self, layer: int, step: Step) -> LowRank | None:
         """Low-rank keys of the prompt, except always-read chunks and short sequences."""
         if self.rank == 0:
             return None
@@ -237,18 +246,6 @@ class ShadowKV(Policy):
             frequencies=rotation.frequencies,
             last=rotation.last,
         )
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """Landmarks of all chunks, low-rank coefficients of the tokens read, and bases."""
-        if step.max_length <= self._covered:
-            return None
-        layouts = [geometry.layers[i] for i in self._sparse(geometry)]
-        keys = sum(_width(layout) for layout in layouts)
-        ranks = sum(self._rank(layout) * layout.num_kv_heads for layout in layouts)
-        bases = sum(self._rank(layout) * _width(layout) for layout in layouts)
-        read = step.lengths.clamp(max=self._covered)
-        numbers = self._ends(step)[1] * keys + read * ranks + bases
-        return numbers * geometry.itemsize
 
     def _due(self, step: Step) -> np.ndarray:
         """Sequences that just exceeded the budget, bool [B]."""
@@ -314,10 +311,6 @@ class ShadowKV(Policy):
         """Chunks of the newest tokens."""
         assert self.window_size is not None, "settled by resolve"
         return -(-self.window_size // self._chunk)
-
-    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
-        """The layers that select."""
-        return super().offloadable(geometry)
 
 
 def _width(layout: LayerLayout) -> int:

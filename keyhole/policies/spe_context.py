@@ -37,7 +37,7 @@ from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_counts, require_layers_of, setting
 from keyhole.errors import ConfigError
 from keyhole.policies import base
-from keyhole.policies.base import HeadWeights, Policy, Selection, Step
+from keyhole.policies.base import HeadWeights, Policy, Selection, Selects, SequenceData, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class SpeContext(Policy):
 
     name: ClassVar[str] = "spe_context"
     wants_head: ClassVar[bool] = True
-    selects_positions: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "positions"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, sinks and window included")
@@ -93,12 +93,13 @@ class SpeContext(Policy):
         latent = any(layout.shared_values for layout in geometry.layers)
         return choice_lists(geometry) if latent and self.per_head else None
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The stored selection, its number of tokens, and the length at which it was made."""
         if self.refresh_every == 1:
             return {}
         heads = choice_lists(geometry) if self.per_head else 1
-        return {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
+        shapes = {"chosen": (heads, self._at_refresh), "counts": (heads,), "length": ()}
+        return {name: SequenceData(shape) for name, shape in shapes.items()}
 
     def before_step(self, step: Step) -> None:
         """Selects for all layers, by the head's weights of the newest token."""

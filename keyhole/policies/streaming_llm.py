@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import require_layers_of, setting
-from keyhole.policies.base import Policy, Selection, Step, always_read
+from keyhole.policies.base import Policy, Selection, Selects, Step, always_read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class StreamingLLM(Policy):
     """The first `sink_size` tokens and the newest `token_budget - sink_size`."""
 
     name: ClassVar[str] = "streaming_llm"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     token_budget: int = setting(1024, "tokens a step reads per KV head, the sinks included")

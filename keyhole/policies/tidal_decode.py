@@ -43,7 +43,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import require_counts, require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, ScoreRequest, Selection, Step
+from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step
 from keyhole.policies.selection_layers import dense, nearest, served, settled
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TidalDecode(Policy):
     name: ClassVar[str] = "tidal_decode"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
-    shares_by_scores: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "by_scores"
     token_budget: int = setting(1024, "tokens a sparse layer reads per KV head")
     full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     selection_layers: tuple[int, ...] | None = setting(

@@ -12,6 +12,7 @@ from keyhole.config import (
     require_counts,
     require_known,
     require_layers,
+    settle_types,
 )
 
 #: The inputs that a head computes queries and keys from.
@@ -67,6 +68,7 @@ class HeadConfig:
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
+        settle_types(self)
         require_counts(self, "vocab_size", "hidden_size", "num_heads", "num_kv_heads")
         require_counts(self, "trained_length", "head_dim")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even: RoPE rotates pairs")
@@ -84,9 +86,6 @@ class HeadConfig:
             require(is_number(value) and value > 0, name, value, "a number above 0")
         factor = self.rope_factor
         require(is_number(factor) and factor >= 1, "rope_factor", factor, "a number of at least 1")
-        for name in ("bias", "qk_norm", "input_norm", "feature_norms", "own_embedding"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true or false")
         scaling = self.rope_scaling
         require(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling, "an object")
         require_known("rope_type", self.rope_type, ROPE_TYPES)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from keyhole.cache.layout import Geometry
-from keyhole.config import require, setting
+from keyhole.config import setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ class FullReuse(Reuse):
     name: ClassVar[str] = "reuse"
     keeps_all: ClassVar[bool] = True
     rotate: bool = setting(True, "re-apply RoPE to stored keys; False: keep stored positions")
-
-    def resolve(self, geometry: Geometry) -> Self:
-        """Checks the setting."""
-        require(isinstance(self.rotate, bool), "rotate", self.rotate, "True or False")
-        return self
 
     @property
     def shifts_rope(self) -> bool:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, require, setting
+from keyhole.config import require_counts, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class Epic(Reuse):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the counts."""
-        for name in ("num_initial", "num_local"):
-            value = getattr(self, name)
-            require(is_count(value, 0), name, value, "a whole number of tokens >= 0")
+        require_counts(self, "num_initial", "num_local", least=0)
         return self
 
     def plan(

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, is_number, require, setting
+from keyhole.config import is_number, require, require_counts, setting
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
 from keyhole.reuse.block_scores import Blocks, best, fitting, key_scores, moved
 
@@ -58,9 +58,7 @@ class MultiInfLLM(Reuse):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks the counts."""
-        for name in ("num_initial_blocks", "num_local_blocks", "num_blocks"):
-            value = getattr(self, name)
-            require(is_count(value, 0), name, value, "a whole number >= 0")
+        require_counts(self, "num_initial_blocks", "num_local_blocks", "num_blocks", least=0)
         ratio = self.sequence_ratio
         good = ratio is None or (is_number(ratio) and 0 < ratio <= 1)
         require(good, "sequence_ratio", ratio, "above 0 and at most 1")

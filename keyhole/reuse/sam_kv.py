@@ -64,7 +64,15 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from keyhole.cache.layout import Geometry
-from keyhole.config import is_count, is_number, require, require_known, require_layers, setting
+from keyhole.config import (
+    is_count,
+    is_number,
+    require,
+    require_counts,
+    require_known,
+    require_layers,
+    setting,
+)
 from keyhole.errors import ConfigError
 from keyhole.registry import write_object
 from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
@@ -156,16 +164,10 @@ class SamKV(Reuse):
         """Resolves the stable layers: as given, else calibrated for this model, else the last 4."""
         require_known("update", self.update, UPDATES)
         require_known("score", self.score, SCORES)
-        require(is_count(self.draw, 0), "draw", self.draw, "a whole number >= 0")
+        require_counts(self, "draw", "num_initial_blocks", "num_local_blocks", least=0)
+        require_counts(self, "block_size")
         good = self.share is None or (is_number(self.share) and 0 < self.share <= 1)
         require(good, "share", self.share, "above 0 and at most 1")
-        for name in ("select", "bias", "recompute", "pooled"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "True or False")
-        require(is_count(self.block_size), "block_size", self.block_size, "at least 1 token")
-        for name in ("num_initial_blocks", "num_local_blocks"):
-            value = getattr(self, name)
-            require(is_count(value, 0), name, value, "a whole number >= 0")
         ends = self.num_initial_blocks + self.num_local_blocks
         right = "at least 1 together with num_local_blocks: middle blocks are measured by them"
         require(ends > 0, "num_initial_blocks", self.num_initial_blocks, right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -250,7 +250,30 @@ _Documents = Annotated[
 ]
 
 
-class ChatBody(SamplingBody):
+class ConversationBody(SamplingBody):
+    """Fields of conversations, which a chat template turns into a prompt."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat_request(
+        self, messages: Sequence[dict[str, Any]], response_format: Mapping[str, Any] | None
+    ) -> ChatRequest:
+        """The messages of the conversation and the constraints of its reply."""
+        return ChatRequest(
+            messages=messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            response_format=response_format,
+            structured_outputs=self.structured_outputs,
+            template_settings=self.chat_template_kwargs,
+        )
+
+
+class ChatBody(ConversationBody):
     """/v1/chat/completions.
 
     documents: names of stored ones, or a search for them; they are placed before the last message.
@@ -262,25 +285,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, Any] | None = None
     documents: _Documents | None = None
     passages: bool = True
     reuse: str | dict[str, Any] | None = None
-
-    def chat_request(self) -> ChatRequest:
-        """The messages of the chat and the constraints of its reply."""
-        return ChatRequest(
-            messages=self.messages,
-            tools=self.tools,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            response_format=self.response_format,
-            structured_outputs=self.structured_outputs,
-            template_settings=self.chat_template_kwargs,
-        )
 
     def chat_sampling(self, grammar: str | None, adapter: str | None) -> SamplingParams:
         """As `sampling`, by the names that chats use."""

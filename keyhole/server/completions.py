@@ -47,9 +47,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
     caller = caller_of(request, body.user)
     if body.documents is not None:
         return await _chat_over_documents(body, body.documents, request)
-    ready = await asyncio.to_thread(
-        prepared, state.tokenizer, body.chat_request(), state.config.tool_parser
-    )
+    asked = body.chat_request(body.messages, body.response_format)
+    ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
     params = body.chat_sampling(ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)

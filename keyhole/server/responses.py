@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from keyhole.engine.sequence import Piece, Result
 from keyhole.server.answers import usage
-from keyhole.server.bodies import SamplingBody
+from keyhole.server.bodies import ConversationBody, SamplingBody
 from keyhole.server.chat.grammars import answer_rule
 from keyhole.server.chat.prompt import ChatRequest, prepared
 from keyhole.server.chat.reply import Event, Reasoning, Reply
@@ -42,7 +42,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(ConversationBody):
     """/v1/responses. input: a string, or items: messages, function calls and their outputs.
 
     previous_response_id: of a response of this server, whose conversation is continued. store:
@@ -57,14 +57,10 @@ class ResponsesBody(SamplingBody):
     store: bool | None = True
     n: int | None = Field(1, ge=1, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def conversation(self, before: Sequence[_Message]) -> list[_Message]:
         """The messages of an earlier response, followed by those of this request."""
@@ -78,18 +74,10 @@ class ResponsesBody(SamplingBody):
             _add(messages, item)
         return messages
 
-    def chat_request(self, messages: Sequence[_Message]) -> ChatRequest:
+    def request_of(self, messages: Sequence[_Message]) -> ChatRequest:
         """The chat. The instructions precede the messages and are not stored with them."""
         first = [] if self.instructions is None else [_message("system", self.instructions)]
-        return ChatRequest(
-            messages=[*first, *messages],
-            tools=self.tools,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            response_format=self._format(),
-            structured_outputs=self.structured_outputs,
-            template_settings=self.chat_template_kwargs,
-        )
+        return self.chat_request([*first, *messages], self._format())
 
     def check(self) -> None:
         """ApiError for anything unsupported, or that the response cannot contain."""
@@ -165,9 +153,8 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     body.check()
     key = caller_of(request, None)
     messages = body.conversation(state.history.get(body.previous_response_id, key))
-    ready = await asyncio.to_thread(
-        prepared, state.tokenizer, body.chat_request(messages), state.config.tool_parser
-    )
+    asked = body.request_of(messages)
+    ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
     params = body.sampling(None, ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)

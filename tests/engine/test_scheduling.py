@@ -16,7 +16,7 @@ from keyhole import (
     StreamingLLM,
 )
 from keyhole.engine.engine import Engine
-from keyhole.engine.scheduler import PageCopies
+from keyhole.engine.scheduling.scheduler_output import PageCopies
 from keyhole.engine.sequence import Sequence
 from keyhole.models.model import Model
 
@@ -212,15 +212,15 @@ def test_an_error_of_one_admission_does_not_lose_the_pages_of_another(
     while not first.generated:
         busy.step()
     again, other = busy.add(text, few), busy.add(text[3:], few)
-    admit = busy.scheduler._reserve_all
+    admit = busy.scheduler.pages.reserve_all
 
-    def fails(sequence: Sequence, copies: PageCopies) -> bool:
+    def fails(sequence: Sequence, copies: PageCopies, spare: int) -> bool:
         if sequence is other:
             raise CapacityError("no memory")
-        return admit(sequence, copies)
+        return admit(sequence, copies, spare)
 
     with monkeypatch.context() as patch:
-        patch.setattr(busy.scheduler, "_reserve_all", fails)
+        patch.setattr(busy.scheduler.pages, "reserve_all", fails)
         busy.step()
         assert again.num_cached == len(text) - 1
         assert len(again.generated) == 1

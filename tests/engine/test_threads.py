@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keyhole import LLM, RequestError, SamplingParams
-from keyhole.engine.fairness import FairLock
+from keyhole.engine.scheduling.fairness import FairLock
 from tests.checkpoints import make_model
 
 THREADS = 8

@@ -59,11 +59,11 @@ class Recording(PolicyProxy):
 
     calls: list[Call] = field(default_factory=list)
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
-        self.inner.on_scores(layer, scores, step)
-        if self.inner.selects_by_own_scores:  # what it reads is still to come
-            return
-        self.calls.append(Call(layer, step.lengths.tolist(), None, True, *left(step)))
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
+        selection = self.inner.on_scores(layer, scores, step)
+        scored = selection is None
+        self.calls.append(Call(layer, step.lengths.tolist(), selection, scored, *left(step)))
+        return selection
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         selection = self.inner.select(layer, query, step)

@@ -35,6 +35,9 @@ class Odd(Policy):
     dense: ClassVar[bool] = True
     wants_head: ClassVar[bool] = True
     wants_gate: ClassVar[bool] = True
+    shifts_keys: ClassVar[bool] = True
+
+    def on_queries(self, *_: Any) -> None: ...
 
 
 def test_there_is_something_to_hand_on() -> None:
@@ -46,13 +49,10 @@ def test_there_is_something_to_hand_on() -> None:
         "wants_gate",
         "shifts_keys",
         "shares_pages",
-        "reads_queries",
         "page_settings",
-        "selects_per_layer",
-        "shares_by_scores",
-        "selects_positions",
+        "selects",
         "reads_keys",
-        "selects_by_own_scores",
+        "reads_queries",
     ]
 
 

@@ -257,7 +257,7 @@ def test_a_draft_is_no_head(target: Any, tmp_path: Path) -> None:
     [
         ({"head_dim": None}, "lacks head_dim; its fields are bias, dropped_share"),
         ({"more": 1}, "has more; its fields are"),
-        ({"rope_theta": "far"}, "rope_theta 'far' must be a number above 0"),
+        ({"rope_theta": "far"}, "rope_theta 'far' must be a number"),
         ({"inputs": "token"}, "unknown inputs 'token'; did you mean 'tokens'"),
         ({"objective": "luck"}, "unknown objective 'luck'"),
         ({"bias": 1}, "bias 1 must be true or false"),

@@ -183,7 +183,7 @@ def test_new_keys_replace_stored_ones(method: Reuse) -> None:
     ("cls", "settings", "words"),
     [
         (FullReuse, {"rotate": "no"}, "rotate 'no' must be true or false"),
-        (Epic, {"num_initial": -1}, "num_initial -1 must be a whole number"),
+        (Epic, {"num_initial": -1}, "num_initial -1 must be at least 0"),
         (Epic, {"num_local": 1.5}, "num_local 1.5"),
         (CacheBlend, {"check_layer": 3}, "check_layer 3 must be a layer from 0 to 2"),
         (CacheBlend, {"check_layer": -1}, "check_layer -1"),

@@ -451,7 +451,7 @@ def test_stable_layers_come_from_a_file(tmp_path: Path) -> None:
         ({"pooled": 0}, "pooled 0"),
         ({"block_size": 0}, "block_size 0 must be at least 1"),
         ({"block_size": 6.4}, "block_size 6.4"),
-        ({"num_initial_blocks": -1}, "num_initial_blocks -1 must be a whole number >= 0"),
+        ({"num_initial_blocks": -1}, "num_initial_blocks -1 must be at least 0"),
         ({"num_local_blocks": True}, "num_local_blocks True"),
         ({"num_local_blocks": 0}, "num_local_blocks 0 must be at least 1 with bias"),
         ({"num_local_blocks": 5}, "num_local_blocks 5 must be at most 4 with bias"),

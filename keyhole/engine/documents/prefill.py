@@ -113,8 +113,7 @@ class DocumentPrefill:
     @property
     def packs(self) -> bool:
         """Whether layers may store different tokens in one page."""
-        policy = self._policy
-        return policy.selects_per_layer or policy.shares_by_scores or policy.selects_positions
+        return self._policy.selects is not None
 
     @property
     def fills_packed(self) -> bool:

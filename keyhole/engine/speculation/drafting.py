@@ -15,7 +15,8 @@ from typing import Protocol
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
+from keyhole.engine.scheduling.sequence_pages import SequencePages
 from keyhole.engine.sequence import Sequence
 from keyhole.engine.speculation.draft_runner import DraftRunner
 from keyhole.engine.speculation.prompt_lookup import PromptLookup
@@ -41,7 +42,7 @@ class Drafting:
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Scheduler,
+        pages: SequencePages,
         max_length: int,
         model: DraftRunner | None = None,
     ) -> None:
@@ -49,7 +50,7 @@ class Drafting:
         self._model = model
         self._most = config.num_draft_tokens
         self._max_length = max_length
-        self._scheduler = scheduler
+        self._pages = pages
 
     def propose(self, plan: SchedulerOutput) -> None:
         """Adds to a step proposed tokens for its decoding sequences, and allocates their pages."""
@@ -60,7 +61,7 @@ class Drafting:
         for sequence in plan.decodes:
             most = self._wanted(sequence)
             tokens = self._proposer.propose(sequence, most) if most > 0 else []
-            count = self._scheduler.reserve_draft(sequence, len(tokens)) if tokens else 0
+            count = self._pages.reserve_draft(sequence, len(tokens)) if tokens else 0
             if count:
                 plan.drafts[sequence] = tokens[:count]
 
@@ -74,7 +75,7 @@ class Drafting:
         wanted = {}
         for sequence in plan.decodes:
             most = self._wanted(sequence)
-            count = self._scheduler.reserve_draft(sequence, most) if most > 0 else 0
+            count = self._pages.reserve_draft(sequence, most) if most > 0 else 0
             if count > 0:
                 wanted[sequence] = count
         plan.drafts |= model.propose(plan.decodes, wanted)
@@ -112,7 +113,7 @@ def require_exact(
 def _why_not(policy: Policy, geometry: Geometry, head: RetrievalHead | None) -> str | None:
     if policy.speculative is not True:
         return str(policy.speculative)
-    if policy.sequence_state(geometry) or policy.sequence_numbers(geometry):
+    if policy.sequence_state(geometry):
         return "with these settings it keeps data of a sequence from step to step"
     if policy.wants_head and head is not None and head.config.uses_features:
         return (

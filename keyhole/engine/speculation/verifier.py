@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from keyhole.engine.sampler import sample, top_logprobs
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.scheduling.scheduler import Scheduler
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import NumericalError, RequestError
 

@@ -32,7 +32,14 @@ from keyhole.kernels.reference import members
 from keyhole.models import attention
 from keyhole.models.batch import Batch
 from keyhole.models.model import Model
-from keyhole.policies.base import Policy, PromptQueries, ScoreRequest, Selection, Step
+from keyhole.policies.base import (
+    Policy,
+    PromptQueries,
+    ScoreRequest,
+    Selection,
+    SequenceData,
+    Step,
+)
 from keyhole.retrieval.gate import SeerGate
 from keyhole.retrieval.head import RetrievalHead
 
@@ -176,7 +183,7 @@ class Candidates(Policy):
 
     def __post_init__(self) -> None:
         # Other policies have these as class variables; here they depend on the wrapped policies.
-        for name in ("wants_head", "wants_gate", "reads_keys", "reads_queries"):
+        for name in ("wants_head", "wants_gate", "shifts_keys", "reads_keys", "reads_queries"):
             object.__setattr__(self, name, any(getattr(one, name) for one in self.policies))
         shares = all(one.shares_pages for one in self.policies)
         object.__setattr__(self, "shares_pages", shares)
@@ -195,13 +202,9 @@ class Candidates(Policy):
         """The entries of all policies."""
         return _joined([one.page_data(layout, page_size) for one in self.policies])
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The entries of all policies."""
         return _joined([one.sequence_state(geometry) for one in self.policies])
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The entries of all policies."""
-        return _joined([one.sequence_numbers(geometry) for one in self.policies])
 
     def on_append(
         self, key_pages: Tensor, data: Mapping[str, Tensor], pages: Tensor, filled: Tensor
@@ -269,7 +272,7 @@ class Candidates(Policy):
         return None
 
 
-def _joined(parts: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         f"{number} {name}": shape
         for number, part in enumerate(parts)

@@ -62,7 +62,7 @@ class Drawing:
 def drawings(place: AttentionSetting) -> list[Drawing]:
     """The pictures of one length, budget and terms."""
     found = []
-    rows = [row for name in place.methods if (row := place.row(name)) and row.read]
+    rows = [row for row, _ in place.measured.values() if row.read]
     if rows:
         lines = math.ceil(len(rows) / _COLUMNS)
         found.append(

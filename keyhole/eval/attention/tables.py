@@ -96,6 +96,12 @@ class AttentionSetting:
         """The row of a method, if it was measured."""
         return self.rows.get((method, weights))
 
+    @property
+    def measured(self) -> dict[str, tuple[SummaryRow, SummaryRow | None]]:
+        """The row of each method, and that of its random twin, if it was measured."""
+        found = ((name, self.row(name), self.row(name, RANDOM)) for name in self.methods)
+        return {name: (row, twin) for name, row, twin in found if row is not None}
+
 
 def places(lines: Iterable[Line]) -> list[AttentionSetting]:
     """The lines grouped into comparable settings; of two lines that measure the same, the last one
@@ -246,10 +252,7 @@ def _errors(place: AttentionSetting) -> EvalTable:
     heads = ["method", "dense layers", "read", "error", "recent", "random", "oracle", "gain"]
     heads += ["verdict", "way", "random weights: error", "recent", "gain"]
     rows = []
-    for name in place.methods:
-        row, twin = place.row(name), place.row(name, RANDOM)
-        if row is None:
-            continue
+    for name, (row, twin) in place.measured.items():
         layers = ",".join(map(str, row.dense_layers)) or "none"
         read = f"{row.read[METHOD]:,.0f}" if row.read else "all"
         own = [_number(row.error.get(who)) for who in (METHOD, "recent", "random", "oracle")]
@@ -271,10 +274,7 @@ def _masses(place: AttentionSetting) -> EvalTable:
     heads = ["method", "mass kept", "recent", "random", "oracle", "selected again next step"]
     heads += ["random weights: mass kept", "oracle"]
     rows = []
-    for name in place.methods:
-        row, twin = place.row(name), place.row(name, RANDOM)
-        if row is None:
-            continue
+    for name, (row, twin) in place.measured.items():
         own = [_percent(row.mass.get(who)) for who in (METHOD, "recent", "random", "oracle")]
         again = NOTHING if row.repeats is None else f"{row.repeats:.0%}"
         beside = [NOTHING] * 2
@@ -291,8 +291,7 @@ def _masses(place: AttentionSetting) -> EvalTable:
 
 def _layers(place: AttentionSetting) -> EvalTable:
     """One row per layer, one column per method: its error and that of its recent control."""
-    rows_of = {name: place.row(name) for name in place.methods}
-    there = {name: row for name, row in rows_of.items() if row is not None}
+    there = {name: row for name, (row, _) in place.measured.items()}
     layers: list[int] = next(iter(there.values())).line["layers"] if there else []
     rows = [
         [str(layer), *(_layer(row.line, number) for row in there.values())]

@@ -100,8 +100,7 @@ class Adapter:
         step.shared_selection = shared.selection
         requests = self.policy.needs_scores(layer, step)
         if requests:
-            self.policy.on_scores(layer, self._scores(requests, step, given), step)
-            chosen = None
+            chosen = self.policy.on_scores(layer, self._scores(requests, step, given), step)
         else:
             chosen = self.policy.select(layer, given.query, step)
         shared.selection = step.shared_selection

@@ -78,12 +78,13 @@ class ByPages(Policy):
         requests = self.coarse.needs_scores(layer, _in_pages(step))
         return tuple(ScoreRequest(request.reduce, step.page_size) for request in requests)
 
-    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> None:
+    def on_scores(self, layer: int, scores: tuple[Tensor, ...], step: Step) -> Selection | None:
         """Stores the pages that `inner` selects by them for later layers."""
         assert self.coarse is not None
         coarse = _in_pages(step)
-        self.coarse.on_scores(layer, scores, coarse)
+        chosen = self.coarse.on_scores(layer, scores, coarse)
         step.shared_selection = _as_pages(coarse.shared_selection, step.page_size)
+        return _as_pages(chosen, step.page_size)
 
     def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
         """The pages that `inner` selects."""
@@ -121,8 +122,7 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
         (policy.wants_head, "selects by a retrieval head, which vLLM does not run"),
         (policy.wants_gate, "selects by a trained gate, which is not loaded into vLLM"),
         (
-            cls.sequence_state is not Policy.sequence_state
-            or cls.sequence_numbers is not Policy.sequence_numbers,
+            cls.sequence_state is not Policy.sequence_state,
             "keeps data per sequence, but in vLLM data can only be kept per page",
         ),
         (cls.page_limit is not Policy.page_limit, "evicts pages, which only vLLM's scheduler may"),
@@ -130,14 +130,13 @@ def _needs(policy: Policy) -> list[tuple[bool, str]]:
             policy.reads_queries or not policy.shares_pages,
             "needs the queries of a prompt, but vLLM does not cache those of prefixes",
         ),
-        (policy.selects_by_own_scores, "scores every key of every layer"),
-        (cls.low_rank is not Policy.low_rank, "attends to low-rank keys"),
+        (policy.shifts_keys, "attends to low-rank keys"),
         (
             getattr(policy, "keep_generated", False),
             "reads all generated tokens (keep_generated), but vLLM does not tell which these are",
         ),
         (
-            policy.name in ("tidal_decode", "random"),
+            policy.name in ("tidal_decode", "random", "oracle"),
             "selects single tokens, but vLLM reads whole pages",
         ),
     ]

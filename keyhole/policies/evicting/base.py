@@ -17,7 +17,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, setting
-from keyhole.policies.base import Policy
+from keyhole.policies.base import Policy, SequenceData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +31,6 @@ class PageBudget(Policy):
 
     token_budget: int = setting(1024, "tokens kept of what is generated, in whole pages")
     prompt_in_budget: bool = setting(False, "count the prompt in token_budget, too")
-
-    def require_page(self, page_size: int) -> None:
-        """ConfigError if the budget does not hold a page."""
-        right = f"at least one page of {page_size} tokens"
-        require(is_count(self.token_budget, page_size), "token_budget", self.token_budget, right)
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
         """None: eviction removes a page from all layers at once, so that no layer stays dense."""
@@ -63,10 +58,12 @@ class PageBudget(Policy):
 
 def query_state(
     geometry: Geometry, layers: tuple[int, ...], window: int
-) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the state, for `Policy.sequence_numbers`."""
-    heads = geometry.num_query_heads
-    return {f"query {i}": (window, heads, geometry.layers[i].key_dim) for i in layers}
+) -> dict[str, SequenceData]:
+    """What is kept of a sequence, for `Policy.sequence_state`."""
+    heads, dims = geometry.num_query_heads, {i: geometry.layers[i].key_dim for i in layers}
+    return {
+        f"query {i}": SequenceData((window, heads, dim), like_keys=True) for i, dim in dims.items()
+    }
 
 
 def require_kernel(kernel_size: int) -> None:

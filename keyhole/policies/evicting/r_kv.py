@@ -46,7 +46,7 @@ import numpy as np
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, setting
-from keyhole.policies.base import Selection, Step
+from keyhole.policies.base import Selection, SequenceData, Step, require_page
 from keyhole.policies.evicting.base import (
     PageBudget,
     keep_newest,
@@ -64,7 +64,6 @@ class RKV(PageBudget):
     """The prompt, and generated pages that are attended to and unlike the others."""
 
     name: ClassVar[str] = "r_kv"
-    reads_queries: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
@@ -80,7 +79,7 @@ class RKV(PageBudget):
     def resolve(self, geometry: Geometry) -> Self:
         """Resolves the window; checks that it fits into a page, and that weights are shares."""
         size, window = geometry.page_size, self.observation_window
-        self.require_page(size)
+        require_page(self.token_budget, size)
         window = min(8, size) if window is None else window
         right = f"from 1 to the page size {size}"
         require(is_count(window) and window <= size, "observation_window", window, right)
@@ -91,12 +90,7 @@ class RKV(PageBudget):
         require_kernel(self.kernel_size)
         return dataclasses.replace(self, observation_window=window)
 
-    @classmethod
-    def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
-        """The authors' settings, which are the defaults."""
-        return cls(token_budget=token_budget)
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """The last queries of every layer with full attention."""
         assert self.observation_window is not None, "settled by resolve"
         return query_state(geometry, geometry.full_attention, self.observation_window)

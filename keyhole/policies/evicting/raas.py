@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_number, require, setting
-from keyhole.policies.base import ScoreRequest, Selection, Step
+from keyhole.policies import base
+from keyhole.policies.base import ScoreRequest, Selection, Selects, SequenceData, Step
 from keyhole.policies.evicting.base import PageBudget
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RaaS(PageBudget):
     """The prompt, and the generated pages that a head attended to last; others are evicted."""
 
     name: ClassVar[str] = "raas"
-    selects_per_layer: ClassVar[bool] = True
+    selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = (
         "it evicts pages by what every token reads, rejected tokens as well"
@@ -63,14 +64,14 @@ class RaaS(PageBudget):
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and that alpha is a share of attention."""
-        self.require_page(geometry.page_size)
+        base.require_page(self.token_budget, geometry.page_size)
         good = is_number(self.alpha) and 0 <= self.alpha < 1
         require(good, "alpha", self.alpha, "a number from 0 to below 1")
         return self
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
         """Stamps of the retained generated pages: the length at which each was renewed."""
-        return {"stamp": (self.most_generated(geometry.page_size),)}
+        return {"stamp": SequenceData((self.most_generated(geometry.page_size),))}
 
     def capture_key(self, step: Step) -> Hashable:
         """Whether there is a page to score, and whether any sequence evicts one."""

@@ -41,7 +41,7 @@ from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers_of, setting
 from keyhole.policies import base
-from keyhole.policies.base import Policy, PromptQueries, Selection, Step
+from keyhole.policies.base import Policy, PromptQueries, Selection, SequenceData, Step
 from keyhole.policies.evicting.base import keep_prompt, prompt_queries, query_state, require_kernel
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class SnapKV(Policy):
     """The prompt's tokens that its last ones attend to, per KV head, and all generated tokens."""
 
     name: ClassVar[str] = "snapkv"
-    reads_queries: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = "it keeps the choice of a prompt's tokens with the sequence"
@@ -85,17 +84,19 @@ class SnapKV(Policy):
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError if generated tokens are not counted."""
         base.require_in_budget(self, "generated_in_budget=True")
-        return self._sparse(geometry)
+        return self._sparse_layers(geometry)
 
-    def sequence_state(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The kept tokens of every sparse layer, the most important first; where queries are of."""
-        sparse = self._sparse(geometry)
-        kept = {f"kept {i}": (geometry.layers[i].num_kv_heads, self.token_budget) for i in sparse}
-        return kept | {f"position {i}": (self._window,) for i in sparse}
-
-    def sequence_numbers(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        """The last queries of every sparse layer."""
-        return query_state(geometry, self._sparse(geometry), self._window)
+    def sequence_state(self, geometry: Geometry) -> dict[str, SequenceData]:
+        """The last queries of every sparse layer and where they are of; the kept tokens, the most
+        important first.
+        """
+        sparse = self._sparse_layers(geometry)
+        state = query_state(geometry, sparse, self._window)
+        for i in sparse:
+            heads = geometry.layers[i].num_kv_heads
+            state[f"kept {i}"] = SequenceData((heads, self.token_budget))
+            state[f"position {i}"] = SequenceData((self._window,))
+        return state
 
     def reusable(self, known: int, page_size: int) -> int:
         """All but the window, whose queries are not stored with a cached prefix."""
@@ -145,10 +146,6 @@ class SnapKV(Policy):
         )
         ranked = kernels.most_observed(scores, len(query), self.token_budget)
         step.sequences.state[f"kept {layer}"][step.sequences.slots[row]] = ranked
-
-    def _sparse(self, geometry: Geometry) -> tuple[int, ...]:
-        """The layers that keep a choice."""
-        return super().offloadable(geometry)
 
     @property
     def _window(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from keyhole import LLM, SamplingParams
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.engine.documents.prefill import DocumentPrefill
-from keyhole.engine.scheduler import SchedulerOutput
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.policies import available_controls, available_policies, make_policy

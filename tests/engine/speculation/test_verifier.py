@@ -16,7 +16,8 @@ from keyhole.cache.layout import Geometry
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
 from keyhole.engine.documents.filling import Pace
-from keyhole.engine.scheduler import Scheduler, SchedulerOutput
+from keyhole.engine.scheduling.scheduler import Scheduler
+from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import DraftCounters, Sequence
 from keyhole.engine.speculation.verifier import Verifier
 from keyhole.tokenization import Detokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from keyhole import Full, InfLLM, Quest, RaaS, SeerAttentionR, SpeContext
+from keyhole import Full, InfLLM, Quest, RaaS, SeerAttentionR, ShadowKV, SpeContext
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.eval.attention.dense_run import Candidates
 from keyhole.policies.base import Policy
@@ -20,7 +20,6 @@ CALLED = {
     "resolve",
     "page_data",
     "sequence_state",
-    "sequence_numbers",
     "before_step",
     "on_append",
     "on_prompt_queries",
@@ -29,7 +28,6 @@ CALLED = {
     "needs_scores",
     "on_scores",
     "select",
-    "low_rank",
     "after_step",
     "page_limit",
 }
@@ -59,6 +57,7 @@ def test_class_variables_follow_from_the_policies() -> None:
     assert (three.wants_head, three.reads_keys, three.shares_pages) == (True, True, False)
     assert (three.wants_gate, Candidates(policies=(SeerAttentionR(),)).wants_gate) == (False, True)
     assert (alone.reads_queries, three.reads_queries) == (False, True)
+    assert (alone.shifts_keys, Candidates(policies=(ShadowKV(),)).shifts_keys) == (False, True)
 
 
 def test_side_data_is_kept_apart() -> None:

@@ -13,81 +13,30 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
-from keyhole.cache.recurrent_state import RecurrentState, StateSnapshots
+from keyhole.cache.recurrent_state import RecurrentState
 from keyhole.config import EngineConfig
-from keyhole.engine.allocation import Demand, page_limit
+from keyhole.engine.allocation import Demand
 from keyhole.engine.documents.filling import Pace, PacedUnits
-from keyhole.engine.fairness import FairQueue
-from keyhole.engine.request import RequestPolicy
+from keyhole.engine.scheduling.fairness import FairQueue
+from keyhole.engine.scheduling.scheduler_output import PageCopies, SchedulerOutput
+from keyhole.engine.scheduling.sequence_pages import SequencePages
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import CapacityError, KeyholeError
 
 _NO_PAGES = np.zeros(0, np.int32)
 
-#: Pages to copy, in this order: from the pages of a first list to those of a second.
-PageCopies = list[tuple[list[int], list[int]]]
-
-
-@dataclass
-class SchedulerOutput:
-    """One step: sequences that decode one token, and (sequence, tokens) of prompts.
-
-    admitted: sequences that run from this step on. copies: pages to copy before the model runs, in
-    this order, from the first list to the second; each has a reference to the first, to be released
-    then. filling: the sequence whose pages are filled in the rest of the step, with what is known
-    of its prompt or with stored documents. refused: waiting sequences that ended with an error.
-    drafts: the tokens proposed to follow the newest token of a decoding sequence, at least one
-    each, which the step computes too.
-    """
-
-    decodes: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    copies: PageCopies = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    filling: Sequence | None = None
-    refused: list[Sequence] = field(default_factory=list)
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> list[Sequence]:
-        """The sequence of each decoded token: a decoding sequence, once more per proposed token."""
-        if not self.drafts:
-            return self.decodes
-        return [s for s in self.decodes for _ in range(1 + len(self.drafts.get(s, ())))]
-
-    @property
-    def runs(self) -> bool:
-        """Whether the model runs in this step."""
-        return bool(self.decodes or self.chunks)
-
-    def by_policy(self) -> dict[RequestPolicy, SchedulerOutput]:
-        """The step in parts, one for each policy that its sequences run under."""
-        parts: dict[RequestPolicy, SchedulerOutput] = defaultdict(SchedulerOutput)
-        for sequence in self.decodes:
-            part = parts[sequence.under]
-            part.decodes.append(sequence)
-            if sequence in self.drafts:
-                part.drafts[sequence] = self.drafts[sequence]
-        for sequence, count in self.chunks:
-            parts[sequence.under].chunks.append((sequence, count))
-        return parts
-
 
 class Scheduler:
-    """Holds waiting and running sequences and allocates pages, slots and prompt tokens.
+    """Holds waiting and running sequences; decides who gets slots, pages and prompt tokens.
 
     loads: what is to be loaded of a sequence's prompt, when it is admitted; None: nothing.
-    states: recurrent states after cached prefixes; None without a recurrent state or prefix cache.
     """
 
     def __init__(
@@ -103,11 +52,8 @@ class Scheduler:
     ) -> None:
         self.waiting = FairQueue(shares_prompts=prefix is not None)
         self.running: list[Sequence] = []
+        self.pages = SequencePages(cache, prefix, max_length, recurrent)
         self._cache = cache
-        self._prefix = prefix
-        self.states: StateSnapshots | None = None
-        if prefix is not None and recurrent is not None:
-            self.states = StateSnapshots(recurrent, cache.page_size)
         self._config = config
         self._max_length = max_length
         self._loads = loads
@@ -162,9 +108,9 @@ class Scheduler:
             try:
                 admitted = self._admit(sequence, copies)
             except KeyholeError as error:
-                self._discard(copies)
+                self.pages.discard(copies)
                 if sequence.context is None:
-                    self._release(sequence)
+                    self.pages.release(sequence)
                     sequence.num_computed = 0
                     if plan.admitted:  # they run first; then the error comes again
                         break
@@ -190,7 +136,7 @@ class Scheduler:
 
     def put_back(self, plan: SchedulerOutput) -> None:
         """Undoes the admissions of a step whose copies cannot all be made."""
-        self._discard(plan.copies)
+        self.pages.discard(plan.copies)
         for sequence in reversed(plan.admitted):
             self._return(sequence)
 
@@ -214,23 +160,10 @@ class Scheduler:
             return None
         pages = np.unique(np.concatenate([_NO_PAGES, *(s.pages for s in self.running)]))
         growth = sum(
-            max(0, self._most(s, min(s.token_limit, self._max_length)) - len(s.pages))
+            max(0, self.pages.most(s, min(s.token_limit, self._max_length)) - len(s.pages))
             for s in self.running
         )
         return Demand(pages[pages != NO_PAGE], growth)
-
-    def reserve_draft(self, sequence: Sequence, count: int) -> int:
-        """Pages for `count` tokens after the newest one, without pre-emption; how many fit."""
-        first = sequence.num_computed + 1
-        if self._reserve(sequence, first + count):
-            return count
-        return min(count, len(sequence.pages) * self._cache.page_size - first)
-
-    def release_rejected(self, sequence: Sequence) -> None:
-        """Releases the pages that hold only proposed tokens that were not accepted."""
-        kept = -(-sequence.num_computed // self._cache.page_size)
-        self._cache.release(sequence.pages[kept:])
-        del sequence.pages[kept:]
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Renumbers pages that were moved (`PageCache.pack`)."""
@@ -242,32 +175,12 @@ class Scheduler:
         if sequence.slot >= 0:
             self.running.remove(sequence)
             if remember:
-                self.remember(sequence)
+                self.pages.remember(sequence)
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self._drop(sequence)
-            self._release(sequence)  # if an error ended it during admission
-
-    def remember(self, sequence: Sequence) -> None:
-        """Adds the computed full pages of a sequence to the prefix cache."""
-        if self._prefix is None or sequence.context is not None:
-            return
-        count, dense = sequence.num_computed, sequence.under.policy.dense
-        exact = (count if dense else sequence.num_prompt) if sequence.exact else 0
-        if sequence.num_settled is not None:
-            count = min(count, sequence.num_settled)
-        pages = sequence.pages
-        if NO_PAGE in pages:  # pages after an evicted one cannot be a prefix
-            pages = pages[: pages.index(NO_PAGE)]
-        self._prefix.insert(
-            sequence.tokens,
-            pages,
-            exact,
-            end=count,
-            by=sequence.under.policy,
-            group=sequence.page_group,
-        )
+            self.pages.release(sequence)  # if an error ended it during admission
 
     def _filling(self) -> Sequence | None:
         """The sequence whose pages are filled now: one that runs, or one with documents.
@@ -318,13 +231,14 @@ class Scheduler:
         at_once = sequence.under.policy.dense and not sequence.given
         sequence.prefill_end = len(sequence.tokens) if at_once else sequence.num_prompt
         if sequence.filling is None:
-            self._reuse(sequence, copies)
+            self.pages.reuse(sequence, copies)
         else:
             sequence.take_filled(sequence.filling)
-            self._check_room(sequence)
-        if not self._reserve_all(sequence, copies):
-            self._release(sequence)
-            self._discard(copies)
+            self.pages.check_room(sequence)
+        # One spare page per running sequence, so that admission does not cause pre-emption.
+        if not self.pages.reserve_all(sequence, copies, spare=len(self.running)):
+            self.pages.release(sequence)
+            self.pages.discard(copies)
             sequence.num_computed = 0
             if sequence.context is not None and self.running:
                 self.waiting.stalled = sequence
@@ -339,71 +253,8 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _reuse(self, sequence: Sequence, copies: PageCopies) -> None:
-        """Reuses cached pages of the prompt; the last token is always computed, for its logits."""
-        if self._prefix is None:
-            return
-        policy, size = sequence.under.policy, self._cache.page_size
-        pages, sequence.exact = self._prefix.match(
-            sequence.tokens,
-            # A recurrent state cannot be taken back by a token, for the logits of the last one.
-            end=sequence.prefill_end - (self.states is not None),
-            approximate=sequence.reuse_approximate,
-            by=policy,
-            group=sequence.page_group,
-            reusable=policy.reusable,
-        )
-        if self.states is not None:
-            place = (len(pages) * size, sequence.prefill_end, sequence.page_group)
-            known, sequence.state_ends = self.states.usable(sequence.tokens, *place)
-            self._cache.release(pages[known // size :])
-            del pages[known // size :]
-        sequence.pages, computed = array("i", pages), len(pages) * size
-        sequence.repeated = None
-        if computed == sequence.prefill_end:
-            # The last token is written again, into a page that may be shared.
-            self._forget_known(1 - self._cache.at_hand)
-            last = sequence.pages[-1]
-            fresh = self._cache.allocate(1) if self._cache.references(last) > 1 else [last]
-            if fresh is None:
-                self._cache.release([sequence.pages.pop()])
-                computed -= size
-            else:
-                if fresh != [last]:
-                    copies.append(([last], fresh))
-                    sequence.pages[-1] = fresh[0]
-                computed -= 1
-                sequence.repeated = computed
-        sequence.num_computed = computed
-
-    def _reserve_all(self, sequence: Sequence, copies: PageCopies) -> bool:
-        """Allocates pages for all tokens; copies cached ones if the policy does not share pages."""
-        # One spare page per running sequence, so that admission does not cause pre-emption.
-        spare = len(self.running)
-        # Under a policy that evicts, a replayed sequence never holds all its pages at once.
-        most = self._most(sequence, len(sequence.tokens)) * self._cache.page_size
-        length = max(sequence.prefill_end, min(len(sequence.tokens), most))
-        shares = sequence.under.policy.shares_pages
-        if shares or sequence.context is not None or not sequence.pages:
-            return self._reserve(sequence, length, spare)
-        known, sequence.pages = sequence.pages, array("i")
-        if self._reserve(sequence, length, spare):
-            copies.append((known.tolist(), sequence.pages[: len(known)].tolist()))
-            return True
-        # The cached pages themselves may be what is missing: compute them again.
-        self._cache.release(known)
-        self._discard(copies)
-        sequence.num_computed, sequence.repeated, sequence.exact = 0, None, True
-        return self._reserve(sequence, length, spare)
-
-    def _discard(self, copies: PageCopies) -> None:
-        """Releases what is not to be copied after all."""
-        for source, _ in copies:
-            self._cache.release(source)
-        copies.clear()
-
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:
-        while not self._reserve(sequence, sequence.num_computed + count):
+        while not self.pages.reserve(sequence, sequence.num_computed + count):
             begun = self.waiting.begun
             if begun is not None:
                 self.out_of_pages(begun)
@@ -421,49 +272,6 @@ class Scheduler:
         self._leave(sequence)
         sequence.num_computed = sequence.evicted_pages = 0
         self.waiting.appendleft(sequence)
-
-    def _reserve(self, sequence: Sequence, length: int, spare: int = 0) -> bool:
-        """Pages for `length` tokens, if `spare` more are left then."""
-        need = max(0, -(-length // self._cache.page_size) - len(sequence.pages))
-        if not need and not spare:  # most sequences in most steps
-            return True
-        short = need + spare - self._cache.available
-        # Cached prefixes that no request reads are evicted before a layer is offloaded.
-        short -= self._forget_known(max(short, need - self._cache.at_hand))
-        if short > 0:
-            return False
-        pages = self._cache.allocate(need)
-        assert pages is not None
-        sequence.pages.extend(pages)
-        return True
-
-    def _forget_known(self, count: int) -> int:
-        """Evicts up to `count` pages of cached prefixes that no request uses; returns how many."""
-        return 0 if self._prefix is None or count <= 0 else self._prefix.evict(count)
-
-    def _check_room(self, sequence: Sequence) -> None:
-        """CapacityError if the kept and the coming tokens can never fit together."""
-        length = min(sequence.token_limit, self._max_length)
-        size = self._cache.page_size
-        pages = self._most(sequence, length) - sequence.pages.count(NO_PAGE)
-        if pages > self._cache.max_pages:
-            self._release(sequence)
-            raise CapacityError(
-                f"what is kept of the documents, the question and max_tokens need {pages * size} "
-                f"tokens of KV cache, but the limit is {self._cache.max_pages * size}; raise "
-                "memory=, lower max_tokens, or keep less"
-            )
-
-    def _most(self, sequence: Sequence, length: int) -> int:
-        """The most entries of its page list for `length` tokens, with gaps in its prompt."""
-        holes = sequence.pages.count(NO_PAGE)
-        absent = holes * self._cache.page_size
-        lengths = sequence.num_prompt - absent, length - absent
-        return holes + page_limit(sequence.under.policy, self._cache.geometry, *lengths)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._cache.release(page for page in sequence.pages if page != NO_PAGE)
-        sequence.forget_pages()
 
     def lend(self, pages: Collection[int]) -> None:
         """Registers pages in which a document is encoded; `take_back` frees them."""
@@ -486,6 +294,6 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.waiting.stalled = None  # pages are free again
-        self._release(sequence)
+        self.pages.release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1

@@ -1,0 +1,1 @@
+"""What the next step computes: who runs, in which order, and on which pages."""
