@@ -33,7 +33,7 @@ def packed_linear(
     x: Tensor, packed: PackedWeight | BlockWeight, bias: Tensor | None = None
 ) -> Tensor:
     """As the reference."""
-    if not _in_floats(packed, x):
+    if not _in_floats(packed, x.dtype):
         return _product(x, packed, bias)
     if isinstance(packed, PackedWeight):
         scales, minimums = packed.scales.float(), packed.minimums.float()
@@ -41,18 +41,15 @@ def packed_linear(
     return _product(x.float(), packed, None if bias is None else bias.float()).to(x.dtype)
 
 
-def _in_floats(weight: Weight, x: Tensor) -> bool:
-    """Whether these inputs must be float32 for a product with this weight, or are faster so."""
-    if isinstance(weight, Tensor) or x.dtype == torch.float32:
+def _in_floats(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether inputs must be float32 for a product with this weight."""
+    if isinstance(weight, Tensor) or dtype == torch.float32:
         return False
     if isinstance(weight, PackedWeight):
         return weight.bits == 6
-    path, in_bfloat16 = cpu.current(), x.dtype == torch.bfloat16
-    if path not in ("avx512", "amx"):
-        return path != "avx2"
-    if weight.bits == 8 and in_bfloat16:
-        return x.numel() <= 2 * x.shape[-1]  # of one or two tokens (benchmarks/LOG.md)
-    return weight.bits != 4 or not in_bfloat16
+    if cpu.current() not in ("avx512", "amx"):
+        return cpu.current() != "avx2"
+    return dtype != torch.bfloat16 or (weight.bits == 6 and _num_outputs(weight) < 16)
 
 
 # Contiguous copies are kept in variables: one that is referenced by its address only is freed.
@@ -148,7 +145,7 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
 
 def _together(x: Tensor, *weights: Weight) -> bool:
     """Whether one call of the extension computes products of these rows and what is around them."""
-    return x.shape[0] <= _AT_ONCE and not any(_in_floats(weight, x) for weight in weights)
+    return x.shape[0] <= _AT_ONCE and not any(_in_floats(weight, x.dtype) for weight in weights)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -238,10 +238,20 @@ struct CodeScales {
 template <int bits>
 [[gnu::always_inline]] static inline __m512i bytes_of(const uint8_t* codes) {
     if (bits == 8) return _mm512_loadu_si512(codes);
-    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i by = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
     const __m512i twice =
         _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-    return _mm512_and_si512(_mm512_srlv_epi16(twice, shift), _mm512_set1_epi8(15));
+    const __m512i low = _mm512_and_si512(_mm512_srlv_epi16(twice, by), _mm512_set1_epi8(15));
+    if (bits == 4) return low;
+    // The upper two bits of each quarter, moved to the upper half of their bytes.
+    const __m512i by_quarters = _mm512_setr_epi64(
+        0, 0, 0x2000200020002, 0x2000200020002, 0x4000400040004, 0x4000400040004, 0x6000600060006,
+        0x6000600060006);
+    const __m512i four_times = _mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + kBlock / 2)));
+    const __m512i high =
+        _mm512_and_si512(_mm512_srlv_epi16(four_times, by_quarters), _mm512_set1_epi8(3));
+    return _mm512_or_si512(low, _mm512_slli_epi16(high, 4));
 }
 
 // Prefetches a line of the codes of each of sixteen rows, of which `at` bytes have been read. At the
@@ -287,13 +297,16 @@ static void multiply_in_digits(const PackedLinear& a) {
 // which take time to arrange.
 template <class Form>
 static bool multiply_in_digits(const PackedLinear& a) {
-    if (a.weight.bits == 6 || a.T < (a.weight.bits == 4 ? 2 : 1)) return false;
+    if (a.T < (a.weight.bits == 4 ? 2 : 1)) return false;
     for (const PackedLinear* part = &a; part; part = part->next)
         if (part->O < kTile) return false;
-    const bool four = a.weight.bits == 4, halves = a.weight.group == 32;
-    const auto multiply = four ? halves ? multiply_in_digits<Form, 4, 32> : multiply_in_digits<Form, 4, 64>
-                          : halves ? multiply_in_digits<Form, 8, 32>
-                                   : multiply_in_digits<Form, 8, 64>;
+    const int64_t bits = a.weight.bits, group = a.weight.group;
+    const auto multiply = bits == 8   ? group == 32 ? multiply_in_digits<Form, 8, 32>
+                                                    : multiply_in_digits<Form, 8, 64>
+                          : bits == 4 ? group == 32 ? multiply_in_digits<Form, 4, 32>
+                                                    : multiply_in_digits<Form, 4, 64>
+                          : group == 16 ? multiply_in_digits<Form, 6, 16>
+                                        : multiply_in_digits<Form, 6, 32>;
     for (const PackedLinear* part = &a; part; part = part->next) multiply(*part);
     return true;
 }
@@ -329,7 +342,7 @@ struct VectorCodes {
         }
         int64_t left = a.weight.group, g = 0;  // codes of the group
         for (int64_t i = 0; i < a.I; i += kBlock) {
-            if (i % (512 / bits) == 0)
+            if (i % (bits == 4 ? 128 : 64) == 0)
                 ask_codes(codes, row_bytes, i * bits / 8, first + 2 * kTile <= a.O);
             __m512i rows[kTile], columns[kBlock / 4];
             for (int r = 0; r < kTile; r++)

@@ -116,12 +116,12 @@ struct MatrixCodes {
 #pragma GCC unroll 4
             for (int r = 0; r < kTile; r++)
                 _mm512_store_si512(unpacked[i / kBlock % 2][r],
-                                   bytes_of<bits>(codes + r * row_bytes + i / 2));
+                                   bytes_of<bits>(codes + r * row_bytes + i * bits / 8));
         };
         unpack(0);
         int64_t left = 0, g = 0;  // codes of the group
         for (int64_t i = 0; i < a.I; i += kBlock) {
-            if (i % (512 / bits) == 0)
+            if (i % (bits == 4 ? 128 : 64) == 0)
                 ask_codes(codes, row_bytes, i * bits / 8, first + 2 * kTile <= a.O);
             unpack(i + kBlock);
             for (int64_t j = i; j < i + kBlock; j += depth) {
@@ -129,7 +129,7 @@ struct MatrixCodes {
                     left = a.weight.group;
                     unrolled<D>([](auto d) { clear_tile<d>(); });
                 }
-                if (bits == 4) load_tile<4>(unpacked[i / kBlock % 2][0] + j % kBlock, 64);
+                if (bits < 8) load_tile<4>(unpacked[i / kBlock % 2][0] + j % kBlock, 64);
                 else load_tile<4>(codes + j, row_bytes);
                 unrolled<D>([&](auto d) {
                     load_tile<6 + d>(inputs + d * in.tile_bytes + 16 * j, 64);
