@@ -21,9 +21,11 @@ def is_alone(line: Line) -> bool:
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """A table for the newest line of each processor and shape that has torch's packed products."""
+    """A table for the newest line of each processor, path and shape that has torch's products."""
     found = [line for line in lines if any(r["system"] == TORCH_PACKED for r in line["results"])]
-    newest = {(line["machine"]["cpu"], line["settings"]["shape"]): line for line in found}
+    newest = {
+        (line["machine"]["cpu"], _path(line), line["settings"]["shape"]): line for line in found
+    }
     if not newest:
         return []
     parts = [
@@ -36,13 +38,17 @@ def section(lines: Sequence[Line]) -> list[str]:
         "in a cache; in 4 bits 64 of them share a scale. In 8 bits torch has one scale an output,\n"
         "where Keyhole has one for 64 weights. *Not packed*: the same shape, as it is.",
     ]
-    for (cpu, _), line in newest.items():
-        parts += [f"{cpu}:", _table(line), tables.about(line)]
+    for (cpu, path, _), line in newest.items():
+        parts += [f"{cpu}, `{path}`:", _table(line), tables.about(line)]
     return parts
 
 
+def _path(line: Line) -> str:
+    return str(line["settings"]["paths"][0])
+
+
 def _table(line: Line) -> str:
-    path, rows = line["settings"]["paths"][0], []
+    path, rows = _path(line), []
     for about in dict.fromkeys(r["about"] for r in line["results"] if r["op"] == "packed_linear"):
         of = {r["system"]: r for r in line["results"] if r["about"] == about}
         if TORCH_PACKED in of:
