@@ -205,32 +205,45 @@ struct CodeInputs {
     }
 };
 
-// The scales and minimums of sixteen rows as floats, those of a group one after another.
+// The scales and minimums of sixteen rows as floats, those of a group one after another. Where all
+// minimums are the scale times `lowest`, they are not there.
 struct CodeScales {
     int64_t groups;
+    float lowest;
     float (*scales)[kTile], (*minimums)[kTile];
 
-    CodeScales(const PackedLinear& a, int64_t first) : groups(a.I / a.weight.group) {
-        const int64_t all = rounded_up(groups, 16);
-        scales = static_cast<float (*)[kTile]>(
-            workspace(3, 2 * all * static_cast<int64_t>(sizeof *scales)));
-        minimums = scales + all;
-        if (a.blocks.of_blocks) keep(scales_from<float>(a, first, kTile));
-        else keep(scales_from<bfloat16>(a, first, kTile));
-    }
-
-  private:
-    template <class S>
-    void keep(GroupScales<S> by) {
-        const auto put = [&](const S* from, float (*to)[kTile]) {
+    CodeScales(const PackedLinear& a, int64_t first)
+        : groups(a.I / a.weight.group), lowest(0.0f), minimums(nullptr) {
+        const int64_t all = rounded_up(groups, 16), bytes = all * sizeof *scales;
+        scales = static_cast<float (*)[kTile]>(workspace(3, 2 * bytes));
+        const auto keep = [&](const auto* numbers, float (*to)[kTile]) {
             const auto floats = [&](int64_t row, int64_t at) {
                 const int count = static_cast<int>(lesser(groups - at / 4, 16));
-                return _mm512_castps_si512(load(from + row * groups + at / 4, count).v);
+                return _mm512_castps_si512(load(numbers + row * groups + at / 4, count).v);
             };
             pack_rows(floats, kTile, 4 * groups, reinterpret_cast<uint8_t*>(to));
         };
-        put(by.scales, scales);
-        put(by.minimums, minimums);
+        const bool own_minimums = !a.blocks.of_blocks || a.blocks.minimums;
+        if (own_minimums) minimums = scales + all;
+        else lowest = lowest_of(a);
+        if (a.blocks.of_blocks) {
+            const auto by = rows_of_blocks(a, first);
+            keep(by.scales, scales);
+            if (own_minimums) keep(by.minimums, minimums);
+        } else {
+            const auto by = scales_from<bfloat16>(a, first, kTile);
+            keep(by.scales, scales);
+            keep(by.minimums, minimums);
+        }
+    }
+
+  private:
+    GroupScales<float> rows_of_blocks(const PackedLinear& a, int64_t first) const {
+        const int64_t all = kTile * groups;
+        auto* const room = static_cast<float*>(workspace(2, 2 * all * sizeof(float)));
+        for (int64_t r = 0; r < kTile; r++)
+            expand_scales(a, first + r, room + r * groups, room + all + r * groups);
+        return {room, room + all};
     }
 };
 
@@ -356,14 +369,17 @@ struct VectorCodes {
                     }
                 left -= depth;
                 if (left) continue;
-                const Vector scale = load(by.scales[g]), minimum = load(by.minimums[g]);
+                const Vector scale = load(by.scales[g]);
                 const float* step = in.steps[set * in.groups + g];
                 const float* sum = in.sums[set * in.groups + g];
                 for (int h = 0; h < H; h++) {
-                    const Vector number = whole(upper[h], lower[h]) * broadcast(step[8 + h]);
-                    totals[h] = fma(scale, number, fma(minimum, broadcast(sum[h]), totals[h]));
+                    const Vector number = fma(whole(upper[h], lower[h]), broadcast(step[8 + h]),
+                                              broadcast(by.lowest * sum[h]));
+                    totals[h] = fma(scale, number, totals[h]);
                     upper[h] = lower[h] = _mm512_setzero_si512();
                 }
+                for (int h = 0; h < H && by.minimums; h++)
+                    totals[h] = fma(load(by.minimums[g]), broadcast(sum[h]), totals[h]);
                 left = a.weight.group;
                 g++;
             }

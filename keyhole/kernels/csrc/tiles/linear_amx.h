@@ -102,12 +102,17 @@ struct MatrixCodes {
         unrolled<kTile>([&](auto r) { totals[r] = broadcast(0.0f); });
         const auto finish = [&](int64_t g) __attribute__((always_inline)) {
             const Vector step = load(steps[g]), input_sum = load(input_sums[g]);
-            const float *scale = by.scales[g], *minimum = by.minimums[g];
+            const Vector lowest = broadcast(by.lowest) * input_sum;
+            const float* scale = by.scales[g];
             unrolled<kTile>([&](auto r) __attribute__((always_inline)) {
                 const __m512i sum = _mm512_load_si512(sums[g % 2][0][r]);
                 const Vector number = D == 1 ? Vector{_mm512_cvtepi32_ps(sum)}
                                              : whole(sum, _mm512_load_si512(sums[g % 2][D - 1][r]));
-                totals[r] = fma(broadcast(scale[r]), number * step, totals[r]);
+                totals[r] = fma(broadcast(scale[r]), fma(number, step, lowest), totals[r]);
+            });
+            if (!by.minimums) return;
+            const float* minimum = by.minimums[g];
+            unrolled<kTile>([&](auto r) __attribute__((always_inline)) {
                 totals[r] = fma(broadcast(minimum[r]), input_sum, totals[r]);
             });
         };

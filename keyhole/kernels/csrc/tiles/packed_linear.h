@@ -67,26 +67,35 @@ struct GroupScales {
     const S *scales, *minimums;
 };
 
-// to[i] = by * from[i]; a function, as `__restrict` lets it use vectors.
-template <int n, class Number>
-static inline void times(const Number* __restrict from, float by, float* __restrict to) {
-    for (int i = 0; i < n; i++) to[i] = by * from[i];
+// to[i] = by * from[i] for the scales of n groups. Whole vectors are ours, as GCC converts their bytes
+// one by one; `__restrict` lets it use shorter ones.
+static inline Vector floats(const uint8_t* p) { return codes<whole_byte>(p); }
+static inline Vector floats(const int8_t* p) { return load(reinterpret_cast<const int8*>(p)); }
+template <int n, class Byte>
+static inline void times(const Byte* __restrict from, float by, float* __restrict to) {
+    constexpr int W = Vector::width;
+    if constexpr (n < W)
+        for (int i = 0; i < n; i++) to[i] = by * from[i];
+    else
+        for (int i = 0; i < n; i += W) store(to + i, floats(from + i) * broadcast(by));
 }
 
-// Makes floats of a row's scales of blocks.
+// A block's weights without minimums are codes plus this, times their scale.
+static inline float lowest_of(const PackedLinear& a) {
+    return -static_cast<float>(1 << (a.weight.bits - 1));
+}
+
+// Makes floats of a row's scales of blocks, and of its minimums if it has some.
 static inline void expand_scales(const PackedLinear& a, int64_t row, float* scales,
                                  float* minimums) {
     constexpr int W = Vector::width;
     const int64_t groups = a.I / a.weight.group, blocks = a.I / 256;
-    const float lowest = -static_cast<float>(1 << (a.weight.bits - 1));
     const auto* half = static_cast<const float16*>(a.blocks.of_blocks);
     if (!a.blocks.of_groups) {
         half += row * groups;
         for (int64_t g = 0; g < groups; g += W) {
-            const int n = static_cast<int>(groups - g < W ? groups - g : W);
-            const Vector scale = n == W ? load(half + g) : load(half + g, n);
-            store(scales + g, scale, n);
-            store(minimums + g, scale * broadcast(lowest), n);
+            const int n = static_cast<int>(lesser(groups - g, W));
+            store(scales + g, n == W ? load(half + g) : load(half + g, n), n);
         }
     } else if (a.blocks.minimums) {  // eight groups of 32 weights
         const auto* of_groups = static_cast<const uint8_t*>(a.blocks.of_groups) + 2 * row * groups;
@@ -98,10 +107,8 @@ static inline void expand_scales(const PackedLinear& a, int64_t row, float* scal
     } else {  // sixteen of 16
         const auto* of_groups = static_cast<const int8_t*>(a.blocks.of_groups) + row * groups;
         half += row * blocks;
-        for (int64_t i = 0; i < blocks; i++, of_groups += 16) {
+        for (int64_t i = 0; i < blocks; i++, of_groups += 16)
             times<16>(of_groups, number(half + i), scales + 16 * i);
-            times<16>(scales + 16 * i, lowest, minimums + 16 * i);
-        }
     }
 }
 
@@ -126,9 +133,12 @@ static inline GroupScales<S> scales_from(const PackedLinear& a, int64_t first, i
         if (a.blocks.of_blocks) {
             auto* const room = static_cast<float*>(
                 workspace(2, 2 * kTile * groups * static_cast<int64_t>(sizeof(float))));
+            float* const minimums = room + kTile * groups;
             for (int64_t r = 0; r < count; r++)
-                expand_scales(a, first + r, room + r * groups, room + (kTile + r) * groups);
-            return {room, room + kTile * groups};
+                expand_scales(a, first + r, room + r * groups, minimums + r * groups);
+            for (int64_t i = 0; i < count * groups && !a.blocks.minimums; i++)
+                minimums[i] = lowest_of(a) * room[i];
+            return {room, minimums};
         }
     }
     return {static_cast<const S*>(a.weight.scales) + first * groups,
