@@ -61,7 +61,7 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
             file.write(weights)
             file.quantise()
         for form in ("int8", "int4"):
-            models[form] = _packed(weights, form)
+            models[form] = packed_model(weights, form)
         for context in settings.contexts:
             found: list[Result] = []
             for name in names or (None,):
@@ -73,8 +73,8 @@ def run(settings: DecodeSettings, report: Report) -> dict[str, Any]:
     return {"settings": asdict(settings), "results": results, "bars": bars} | about
 
 
-def _packed(weights: Weights, form: str) -> Model:
-    """A copy of the model with packed weights."""
+def packed_model(weights: Weights, form: str) -> Model:
+    """A copy of the model with packed weights, in a format such as `int4`."""
     wanted, network = weight_format(form), without_copying_weights(weights.transformers)
     assert wanted is not None
     pack_weights(network, wanted, weights.keyhole.name)

@@ -4,11 +4,12 @@ batch 1.
     python -m benchmarks.serving.speculation
 
 The model is a Llama of a given shape, the draft one layer with a vocabulary of 32,000 of its
-tokens. Both have random weights in bfloat16, and the cache holds random keys and values. Everything
-that speculation needs is computed: the draft, the selection by its attention, and the step over 1 +
-K rows. Random weights would accept nothing, so acceptance is simulated: each proposed token in turn
-counts as right with the probability `--accept`, regardless of what the model sampled. Published
-drafts of Llama 3.1 8B reach 0.75 to 0.8 on chat and code.
+tokens. Both have random weights in bfloat16 (`--weights` packs those of the model), and the cache
+holds random keys and values. Everything that speculation needs is computed: the draft, the
+selection by its attention, and the step over 1 + K rows. Random weights would accept nothing, so
+acceptance is simulated: each proposed token in turn counts as right with the probability
+`--accept`, regardless of what the model sampled. Published drafts of Llama 3.1 8B reach 0.75 to 0.8
+on chat and code.
 
 Three systems take turns, a few steps each: `full`, `full` with the draft, and `spe_context` with
 the draft. Targets: at least 1.8 times the tokens per second of `full` at 2,048 tokens, and at least
@@ -31,6 +32,7 @@ import torch
 
 import benchmarks
 from benchmarks import command
+from benchmarks.llama_cpp.few_bits import packed_model
 from keyhole.bench.model import make_weights
 from keyhole.bench.settings import DecodeSettings
 from keyhole.config import EngineConfig, SamplingParams
@@ -56,6 +58,7 @@ def main() -> int:
     """Measures every context, prints and stores the results."""
     parser = command.parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--weights", help="the model's, packed: int4 or int8; default: bfloat16")
     parser.add_argument("--contexts", type=int, nargs="+", default=[*_TARGETS])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--accept", type=float, default=0.8, help="of a proposed token")
@@ -67,8 +70,10 @@ def main() -> int:
     settings = DecodeSettings(
         shape=arguments.shape, contexts=tuple(arguments.contexts), device="cpu", dtype="bfloat16"
     )
-    model = make_weights(settings).keyhole
-    draft = random_draft(model)
+    weights = make_weights(settings)
+    draft = random_draft(weights.keyhole)
+    packed = packed_model(weights, arguments.weights) if arguments.weights else None
+    model = packed or weights.keyhole
     line = command.header("speculation", "benchmarks.serving.speculation", arguments.note)
     line |= {"settings": vars(arguments), "results": []}
     for context in arguments.contexts:

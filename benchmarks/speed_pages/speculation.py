@@ -61,10 +61,10 @@ def _own(found: dict[Any, Line], task: str, length: int, system: str) -> str:
 
 
 def section(lines: Sequence[Line]) -> list[str]:
-    """The tables and targets of the newest line of each processor; empty without lines."""
+    """Tables and targets of the newest line of each processor and format of weights, if any."""
     if not lines:
         return []
-    newest = {line["machine"]["cpu"]: line for line in lines}
+    newest = {(line["machine"]["cpu"], _weights(line)): line for line in lines}
     settings = lines[-1]["settings"]
     parts = [
         "## Several tokens per step, on a CPU",
@@ -88,10 +88,15 @@ def _of_processor(line: Line) -> list[str]:
     return [
         tables.written(heads, rows),
         "\n".join(_target(result) for result in line["results"] if "target" in result),
-        f"Shape of {settings['shape']}, bfloat16, medians of {settings['rounds']} turns of "
-        f"{settings['steps']} steps. {machine['cpu']}, {machine['cores']} cores; "
+        f"Shape of {settings['shape']}, weights in {_weights(line)}, medians of "
+        f"{settings['rounds']} turns of {settings['steps']} steps. {machine['cpu']}, "
+        f"{machine['cores']} cores; "
         f"{line['date'][:10]}, commit {line['commit']};\n`{shlex.join(tables.command(line))}`.",
     ]
+
+
+def _weights(line: Line) -> str:
+    return str(line["settings"].get("weights") or "bfloat16")
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
