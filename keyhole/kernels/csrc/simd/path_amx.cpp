@@ -66,7 +66,8 @@ void packed_linear(const PackedLinear& a) {
     // Groups of sixteen codes are too few for a product; one or two tokens of blocks, whose scales
     // have to be arranged, are no faster so (benchmarks/LOG.md).
     const bool few = a.weight.group == 16 || (a.blocks.of_blocks && a.T <= 2);
-    if (few || a.dtype != DType::bfloat16 || !multiply_in_digits<MatrixCodes>(a))
+    if (few || a.dtype != DType::bfloat16 ||
+        !multiply_in_digits<MatrixCodes>(a, avx512_path.packed_linear))
         avx512_path.packed_linear(a);
 }
 

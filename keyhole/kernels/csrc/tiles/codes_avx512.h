@@ -306,13 +306,11 @@ static void multiply_in_digits(const PackedLinear& a) {
     });
 }
 
-// Whether layers of one input were computed so. One token has few products for each code of 4 bits,
-// which take time to arrange.
-template <class Form>
-static bool multiply_in_digits(const PackedLinear& a) {
+// Whether layers of one input were computed so; those with fewer than sixteen outputs by `rest`. One
+// token has few products for each code of 4 bits, which take time to arrange.
+template <class Form, class Rest>
+static bool multiply_in_digits(const PackedLinear& a, const Rest& rest) {
     if (a.T < (a.weight.bits == 4 ? 2 : 1)) return false;
-    for (const PackedLinear* part = &a; part; part = part->next)
-        if (part->O < kTile) return false;
     const int64_t bits = a.weight.bits, group = a.weight.group;
     const auto multiply = bits == 8   ? group == 32 ? multiply_in_digits<Form, 8, 32>
                                                     : multiply_in_digits<Form, 8, 64>
@@ -320,7 +318,11 @@ static bool multiply_in_digits(const PackedLinear& a) {
                                                     : multiply_in_digits<Form, 4, 64>
                           : group == 16 ? multiply_in_digits<Form, 6, 16>
                                         : multiply_in_digits<Form, 6, 32>;
-    for (const PackedLinear* part = &a; part; part = part->next) multiply(*part);
+    for (const PackedLinear* part = &a; part; part = part->next) {
+        PackedLinear one = *part;
+        one.next = nullptr;
+        one.O < kTile ? rest(one) : multiply(one);
+    }
     return true;
 }
 
@@ -390,5 +392,5 @@ struct VectorCodes {
 
 template <>
 bool multiply_otherwise<bfloat16>(const PackedLinear& a) {
-    return multiply_in_digits<VectorCodes>(a);
+    return multiply_in_digits<VectorCodes>(a, packed_linear_as<bfloat16>);
 }

@@ -307,16 +307,9 @@ static void packed_linear_by(const PackedLinear& a) {
     if constexpr (sizeof(S) == sizeof(float)) packed_linear_in<T, S, 6>(a);
 }
 
-// Whether a processor path has computed it in a way of its own.
-template <class T>
-static bool multiply_otherwise(const PackedLinear&) {
-    return false;
-}
-
 // Six bits and blocks have float scales; without another way to multiply them, float inputs too.
 template <class T>
-static void packed_linear(const PackedLinear& a) {
-    if (multiply_otherwise<T>(a)) return;
+static void packed_linear_as(const PackedLinear& a) {
     if constexpr (CodeProduct<T>::scaled) {
         if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
     } else if constexpr (OwnRows<T, 4>::exists) {
@@ -324,6 +317,17 @@ static void packed_linear(const PackedLinear& a) {
         if (a.blocks.of_blocks) return packed_linear_in<T, float, 8>(a);
     }
     packed_linear_by<T, T>(a);
+}
+
+// Whether a processor path has computed the layers in a way of its own.
+template <class T>
+static bool multiply_otherwise(const PackedLinear&) {
+    return false;
+}
+
+template <class T>
+static void packed_linear(const PackedLinear& a) {
+    if (!multiply_otherwise<T>(a)) packed_linear_as<T>(a);
 }
 
 // Weights of a span of a block as numbers, into `out`, the numbers of the block.
