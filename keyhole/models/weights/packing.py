@@ -126,7 +126,7 @@ class BlockLinear(_Blocks, PackedLinear):  # type: ignore[override]
     """An `nn.Linear` over a weight in llama.cpp's blocks."""
 
     def few_tokens(self, dtype: torch.dtype) -> int:
-        """As for packed weights, without a matrix unit, which does not read blocks."""
+        """As for packed weights without a matrix unit."""
         return super().few_tokens(torch.float32)
 
 

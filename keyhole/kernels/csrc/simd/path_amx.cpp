@@ -1,5 +1,5 @@
-// What Intel's matrix unit computes: attention in bfloat16 and to int8, and linear layers in bfloat16.
-// The rest, and operands that do not fit, go to AVX-512.
+// What Intel's matrix unit computes: attention in bfloat16 and to int8, and linear layers of inputs in
+// bfloat16. The rest, and operands that do not fit, go to AVX-512.
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
