@@ -466,9 +466,8 @@ class EngineConfig:
             )
         for name in ("offload", "prefix_store"):  # the current folder is "."
             require(getattr(self, name) != "", name, "", "a folder; leave it out for none")
-        right = "at least 2: a prompt and a new token"
         good = self.max_length is None or is_count(self.max_length, 2)
-        require(good, "max_length", self.max_length, right)
+        require(good, "max_length", self.max_length, "at least 2: a prompt and a new token")
         for name in (field.name for field in dataclasses.fields(self) if is_size(field)):
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "at least 1")

@@ -59,7 +59,9 @@ def main() -> int:
     """Measures every context, prints and stores the results."""
     parser = command.parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--weights", help="the model's, packed: int4 or int8; default: bfloat16")
+    parser.add_argument(
+        "--weights", choices=("int4", "int8"), help="the model's, packed; default: bfloat16"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[*_TARGETS])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--accept", type=float, default=0.8, help="of a proposed token")
