@@ -109,7 +109,7 @@ def cacheblend(
         chunks = case.alone(case.tokenizer.bos_token_id if bos else None)
         suffix = chunks.question if whole else 1
         among = len(chunks.ids) - chunks.starts[1] - suffix
-        shares = [share] if isinstance(share, float) else share
+        shares = [share] if isinstance(share, float | int) else share
         number = [math.ceil(part * among) for part in shares]
         usual: dict[str, Any] = {"lower_right": False, "number": number, "suffix": suffix}
         keys, values, logits, _ = published.cacheblend(case.network, chunks, **usual | settings)

@@ -92,7 +92,7 @@ def page_bounds(layer: Layer) -> Iterator[KernelCase]:
 def bound_scores(layer: Layer) -> Iterator[KernelCase]:
     """Page scores of one step, as in Quest."""
     size = (len(layer.keys), layer.num_kv_heads, layer.dim)
-    bounds = []
+    bounds: list[tuple[Tensor, Tensor]] = []
     for _ in range(_BOUNDS):
         a, b = layer.randn(*size), layer.randn(*size)
         bounds.append((torch.minimum(a, b), torch.maximum(a, b)))

@@ -9,7 +9,7 @@ takes part in the turns: it reads memory and computes next to nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def _several(weight: Weight) -> list[Weight]:
     others = [
         part.repeat(len(codes), *[1] * (part.dim() - 1)).split(len(part)) for part in weight[1:3]
     ]
-    made: Callable[..., Weight] = type(weight)
+    made = cast(Callable[..., Weight], type(weight))
     return [made(*parts, weight.bits) for parts in zip(codes, *others, strict=True)]
 
 

@@ -125,7 +125,7 @@ def make_model(folder: str, hidden: int) -> None:
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def _flags(engine: dict[str, Any]) -> list[str]:

@@ -167,7 +167,8 @@ class _CountingCache(DynamicCache):  # type: ignore[misc]
         keys, values = super().update(*given, **named)
         self.keys_read += keys.shape[2]
         self.bytes_read += keys.nbytes + values.nbytes
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        layers: list[Any] = self.layers
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         self.peak_bytes = max(self.peak_bytes, held)
         return keys, values
 

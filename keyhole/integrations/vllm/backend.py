@@ -249,12 +249,12 @@ def attach(config: VllmConfig, asked: PluginSettings, device: torch.device, page
     geometry = geometry_of(config, layers, page_size)
     policy = page_policy(asked.make_policy(), geometry)
     group = get_tp_group()
-    reduce = None
-    if group.world_size > 1 and asked.tensor_parallel_scores == "all_ranks":
 
-        def reduce(scores: Tensor, kind: str) -> None:
-            all_reduce(scores, _REDUCE[kind], group.device_group)
+    def over_ranks(scores: Tensor, kind: str) -> None:
+        all_reduce(scores, _REDUCE[kind], group.device_group)
 
+    several = group.world_size > 1 and asked.tensor_parallel_scores == "all_ranks"
+    reduce = over_ranks if several else None
     path = counters_path(config) if group.rank_in_group == 0 else None
     sparse = [i for i in geometry.full_attention if i not in policy.dense_layers(geometry)]
     adapter = Adapter(policy, geometry, ReadCounters(path, device, len(sparse)), reduce)
