@@ -19,6 +19,7 @@ from keyhole.models.model import Model
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
+from tests.engine.speculation.drafts import knowing
 from tests.policies.models import with_head
 from tests.policies.recording import PAGE, forced, forced_logits, make_engine, run
 
@@ -27,10 +28,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 KINDS = ("llama", "gemma2", "deepseek_v3")
 POLICIES = keyhole.available_policies()
+#: A head of its own reads hidden states, which proposed tokens do not have.
+DRAFTED = [n for n, cls in POLICIES.items() if cls.speculative is True and n != "spe_context"]
 #: float32 on both sides; a wrong key changes these logits by more than 0.01.
 TOLERANCE = 1e-3
 #: Prompts, and the tokens that follow each.
 LENGTHS = ((5, 12), (37, 7), (2 * PAGE, 9), (61, 11))
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -115,6 +119,22 @@ def test_requests_of_a_batch_do_not_change_each_other(model: Model, name: str) -
     run(engine)
     for request, expected in zip(requests, alone, strict=True):
         same(torch.stack(request.logits), expected)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_proposed_tokens_change_nothing(model: Model, name: str) -> None:
+    """Some of them are right and some wrong."""
+    plain = make_engine(model, small(name))
+    wanted = [plain.add(prompt, GREEDY, keep_logits=True) for prompt, _ in TEXTS]
+    run(plain)
+    engine = knowing(make_engine(model, small(name), draft="ngram"), wanted)
+    found = [engine.add(prompt, GREEDY, keep_logits=True) for prompt, _ in TEXTS]
+    run(engine)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens
+        same(torch.stack(one.logits), torch.stack(other.logits))
+    counters = [one.drafts for one in found if one.drafts is not None]
+    assert 0 < sum(c.accepted for c in counters) < sum(c.proposed for c in counters)
 
 
 @pytest.mark.parametrize("name", POLICIES)
