@@ -5,7 +5,8 @@
 
 Engines with the same random weights have one cache for each way to store keys and values, all
 filled with the same random numbers. First the attention of all layers is timed, then whole decode
-steps under `full`; the engines take turns. Adds a line to benchmarks/results/kv-dtype.jsonl.
+steps under `full`; the engines take turns. Weights are in bfloat16, or packed (`--weights`). Adds a
+line to benchmarks/results/kv-dtype.jsonl.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 import benchmarks
 from benchmarks import command
+from benchmarks.llama_cpp.few_bits import packed_model
 from keyhole import kernels
 from keyhole.bench import measure
 from keyhole.bench.measure import Turn, take_turns
@@ -41,18 +43,21 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9, help="timed calls of each")
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--kv-dtypes", default=",".join(KV_DTYPES))
+    parser.add_argument("--weights", choices=("int4", "int8"), help="packed; default: bfloat16")
     given = parser.parse_args()
     contexts = tuple(int(n) for n in given.contexts.split(","))
     settings = DecodeSettings(
         contexts=contexts, repeat=given.repeat, shape=given.shape, systems=("full",)
     )
     weights = make_weights(settings)
-    device = weights.keyhole.device
+    model = packed_model(weights, given.weights) if given.weights else weights.keyhole
+    device = model.device
     results = []
     for context in contexts:
-        results += measured(weights.keyhole, context, given.repeat, given.kv_dtypes.split(","))
+        results += measured(model, context, given.repeat, given.kv_dtypes.split(","))
     line = command.header("kv_dtype", "benchmarks.kernels.kv_dtype", "", device) | {
         "shape": given.shape,
+        "weights": given.weights or settings.dtype,
         "read_bytes_per_s": measure.read_bandwidth(device),
         "results": results,
     }
