@@ -38,7 +38,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "`spe_context_below`: its layers are offloaded as sequences grow, as many requests run as\n"
         "memory and 32 GiB of the host allow, and its head selects about four of five tokens\n"
         "again at the next step, as in the paper's figure 6b.\n"
-        f"Of {len(HEADLINES)} settings {left} are {UNMEASURED}:",
+        f"Settings: {len(HEADLINES)}; {UNMEASURED}: {left}.",
         tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
         *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
         *_arithmetic(),

@@ -251,7 +251,7 @@ def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> No
     rows = [row for row in page.splitlines() if row.startswith("|")][2:]
     assert len(rows) == sum(len(one.targets) for one in HEADLINES.values())
     assert all(row.endswith("| unmeasured |") for row in rows)
-    assert f"{len(HEADLINES)} settings {len(HEADLINES)} are unmeasured:" in page
+    assert f"Settings: {len(HEADLINES)}; unmeasured: {len(HEADLINES)}." in page
     # The same in small, or on a CPU, says nothing of it.
     cpu = {"cpu": "A", "cores": 2, "memory_gib": 8.0, "device": "cpu"}
     for other in (headline_line(small=True), headline_line(machine=cpu)):
@@ -261,7 +261,7 @@ def test_headline_settings_that_no_line_tells_of_are_named_as_unmeasured() -> No
 def test_a_headline_setting_has_the_last_line_of_a_gpu() -> None:
     lines = [headline_line(commit="old"), headline_line(commit="new")]
     page = speed_pages.page([], [], headlines=lines)
-    assert f"{len(HEADLINES)} settings {len(HEADLINES) - 1} are unmeasured:" in page
+    assert f"Settings: {len(HEADLINES)}; unmeasured: {len(HEADLINES) - 1}." in page
     first, second = (row for row in page.splitlines() if row.startswith("|") and "`delta`" in row)
     assert first.startswith("| DELTA, figure 4: Qwen2.5-1.5B, batch 64")
     assert first.endswith("| 1.49, 35 to 28 ms | >= 2.0 | 1.50 (missed) |")
