@@ -30,7 +30,7 @@ from torch import Tensor
 from keyhole.cache.layout import Geometry
 from keyhole.config import require
 from keyhole.engine.sequence import Sequence as Running
-from keyhole.errors import ConfigError, why
+from keyhole.errors import ConfigError, NumericalError, why
 from keyhole.eval.policy_trace import Trace, Traced
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.eval.workload import (
@@ -53,6 +53,8 @@ CONTINUATION = 128
 _SHORTEST = 16
 _MOST_UNKNOWN = 0.1
 """As a share of all tokens; the bundled model knows only its own vocabulary."""
+_MOST_NATS = 700
+"""Of a token; the exponential of a little more is beyond all floats."""
 _TAKEN = torch.empty(0)
 """Replaces logits that have been used, to free their memory."""
 
@@ -223,7 +225,15 @@ class Perplexity(Workload):
 def likelihood_fields(nlls: list[float]) -> dict[str, Any]:
     """The fields of a line for the likelihood: nlls per window in nats per token, and their
     mean.
+
+    NumericalError if one of them has no perplexity.
     """
+    wrong = [nll for nll in nlls if not nll <= _MOST_NATS]
+    if wrong:
+        raise NumericalError(
+            f"the model gives the text {wrong[0]:g} nats per token, which must be at most "
+            f"{_MOST_NATS}: try --dtype float32, or another text"
+        )
     scores = [math.exp(-nll) for nll in nlls]
     return {
         "score": statistics.fmean(scores),

@@ -12,8 +12,14 @@ import torch
 from keyhole import Full, Quest, StreamingLLM
 from keyhole.config import EngineConfig
 from keyhole.engine.engine import Engine
-from keyhole.errors import ConfigError
-from keyhole.eval.forced_text import CONTINUATION, Perplexity, WindowedText, forced
+from keyhole.errors import ConfigError, NumericalError
+from keyhole.eval.forced_text import (
+    CONTINUATION,
+    Perplexity,
+    WindowedText,
+    forced,
+    likelihood_fields,
+)
 from keyhole.eval.run import model_digest
 from keyhole.eval.suite import make_workloads
 from keyhole.eval.workload import MakeEngine
@@ -133,6 +139,13 @@ def test_a_first_seed_begins_with_a_later_window(model: Model, text: WindowedTex
     )
     with pytest.raises(ConfigError, match=f"first_seed {last + 1} must be below {last + 1}, the"):
         Perplexity(text, last + 1).available(LENGTH, 16)
+
+
+@pytest.mark.parametrize("nll", [800.0, math.inf, math.nan])
+def test_a_text_without_a_perplexity_refuses_its_cell(nll: float) -> None:
+    """It ended the evaluation, by an OverflowError or when the line was stored."""
+    with pytest.raises(NumericalError, match=f"{nll:g} nats per token, which must be at most 700"):
+        likelihood_fields([1.0, nll])
 
 
 def test_the_first_seed_of_an_evaluation_reaches_tasks_over_texts(model: Model) -> None:

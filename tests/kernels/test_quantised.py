@@ -119,6 +119,15 @@ def test_rows_are_the_same_on_every_path(kv_dtype: str, dtype: torch.dtype, seed
     assert torch.equal(again[..., :-4], wanted[..., :-4])
 
 
+@pytest.mark.parametrize("dim", [5, 6, 7])
+def test_a_single_row_may_begin_anywhere(dim: int) -> None:
+    row = torch.randn(1, dim, generator=torch.Generator().manual_seed(dim))
+    for dtype in STORED.values():
+        rows = kernels.quantise(row, dtype)
+        both = kernels.dequantised(rows.repeat(2, 1))  # several rows are copied anyway
+        assert torch.equal(kernels.dequantised(rows), both[:1])
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_every_pattern_of_8_bits_is_read_as_its_number(kv_dtype: str) -> None:
     """A row per pattern, and a query that reads its first number, by attention with one token."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from keyhole.cache.packing import Packing
 from keyhole.cache.page_list import NO_PAGE, PageList
@@ -63,7 +64,7 @@ class FilledPages:
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        self._known: dict[bytes, _Filled] = {}
+        self._known: dict[bytes, FilledEntries] = {}
         self._pages: dict[bytes, tuple[int, int]] = {}  # page and stamp, by its key
 
     def remember(
@@ -71,20 +72,21 @@ class FilledPages:
     ) -> None:
         """The entries of a page list up to the question, gaps included; they are held now.
 
-        unpaged: the retrieval head's keys of tokens without a page.
+        No token of the question is in them yet. unpaged: the retrieval head's keys of tokens
+        without a page.
         """
         self._known = {other: one for other, one in self._known.items() if self._is_held(one)}
         stamp = self._cache.stamp
         self._pages = {k: found for k, found in self._pages.items() if stamp(found[0]) == found[1]}
         stamps = [-1 if page == NO_PAGE else stamp(page) for page in entries]
-        self._known[key] = _Filled(entries, stamps, unpaged)
+        features = self._cache.common.get("head_features")
+        last = None if features is None or not entries else features[entries[-1]].clone()
+        self._known[key] = FilledEntries(entries, stamps, unpaged, last)
 
-    def find(self, key: bytes) -> tuple[list[int], UnpagedTokens | None] | None:
+    def find(self, key: bytes) -> FilledEntries | None:
         """What was remembered, if every page is still held and has not been allocated again."""
         found = self._known.get(key)
-        if found is None or not self._is_held(found):
-            return None
-        return found.entries, found.unpaged
+        return found if found is not None and self._is_held(found) else None
 
     def take_stored(self, keys: list[PageKey], pages: PageList) -> list[PageKey]:
         """Takes the pages of stored tokens that are held; returns their keys."""
@@ -105,7 +107,7 @@ class FilledPages:
         pages.take(key.entry, page)
         return True
 
-    def _is_held(self, one: _Filled) -> bool:
+    def _is_held(self, one: FilledEntries) -> bool:
         if one.unpaged is not None and not one.unpaged.is_held:
             return False
         pairs = zip(one.entries, one.stamps, strict=True)
@@ -113,12 +115,17 @@ class FilledPages:
 
 
 @dataclass(frozen=True, eq=False)
-class _Filled:
-    """Pages before a question. stamps: of these pages, when they were filled."""
+class FilledEntries:
+    """Pages before a question. stamps: of these pages, when they were filled.
+
+    last: the features that a retrieval head needs of the last token before the question. In the
+    last page, those of the question's own tokens replace them.
+    """
 
     entries: list[int]
     stamps: list[int]
     unpaged: UnpagedTokens | None
+    last: Tensor | None
 
 
 def page_keys(

@@ -26,7 +26,13 @@ from keyhole.cache.page_list import PageList
 from keyhole.cache.pages import PageCache
 from keyhole.cache.prefix_cache import PrefixIndex
 from keyhole.cache.unpaged_keys import UnpagedTokens
-from keyhole.engine.documents.filled_pages import FilledPages, PageKey, fill_key, page_keys
+from keyhole.engine.documents.filled_pages import (
+    FilledEntries,
+    FilledPages,
+    PageKey,
+    fill_key,
+    page_keys,
+)
 from keyhole.engine.documents.filling import (
     Context,
     Filled,
@@ -193,7 +199,7 @@ class _Prompt:
         if found is None:
             packing = yield from self._write(plan)
         else:
-            packing = yield from self._adopt(*found, plan)
+            packing = yield from self._adopt(found, plan)
         filled.remember(key, self._pages.listed(self._context.end), self._unpaged)
         return packing
 
@@ -264,15 +270,15 @@ class _Prompt:
         self._unpaged = unpaged = self._taken(lambda: head.hold(rows, self._pages), pages)
         yield from _each("head", head.write(rows, self._pages, unpaged))
 
-    def _adopt(
-        self, entries: list[int], unpaged: UnpagedTokens | None, plan: RecomputePlan
-    ) -> _Work[Packing | None]:
+    def _adopt(self, found: FilledEntries, plan: RecomputePlan) -> _Work[Packing | None]:
         """Takes the pages of a running question over the same tokens, as `_write` fills them."""
         end = self._context.end
-        self._taken(lambda: self._pages.adopt(entries, end), 1)
-        self._unpaged = None if unpaged is None else unpaged.share()
+        self._taken(lambda: self._pages.adopt(found.entries, end), 1)
+        self._unpaged = None if found.unpaged is None else found.unpaged.share()
         if end % self._page_size:
             last = self._pages.slots(np.array([end - 1])) // self._page_size
+            if found.last is not None:
+                self._owner.cache.common["head_features"][int(last[0])] = found.last
             yield from _each("summarise", self._owner.summarise(last))
         return self._packing(plan.kept)
 

@@ -60,5 +60,7 @@ def dequantised(rows: Tensor) -> Tensor:
     numbers, scale = rows.split([row_dim(rows), SCALE_BYTES], -1)
     if rows.dtype == torch.uint8:
         numbers = numbers.view(torch.float8_e4m3fn)
-    scaled: Tensor = numbers.float() * scale.contiguous().view(torch.float32)
+    # A copy, as bytes that do not begin at a multiple of four cannot be viewed as float32.
+    scale = scale.clone(memory_format=torch.contiguous_format)
+    scaled: Tensor = numbers.float() * scale.view(torch.float32)
     return scaled

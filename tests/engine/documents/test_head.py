@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from keyhole import LLM, SpeContext
+from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.documents.record import DocumentRecord
 from keyhole.documents.store import StoredDocument
 from keyhole.engine.documents.prompt import assemble
@@ -282,6 +282,30 @@ def test_questions_side_by_side_are_as_each_alone(
     while llm.engine.has_work:
         llm.engine.step()
     assert again.generated == plain.generated
+
+
+def test_a_page_that_is_shared_has_the_features_before_the_question(
+    models: dict[str, Model], stores: dict[str, Path]
+) -> None:
+    """The page in which questions begin is copied, when one of them is in it already."""
+    llm = opened(models["tokens+features"], SMALL, stores["tokens+features"])
+    method = make_reuse(*settings_of("reuse")).resolve(llm.engine.geometry)
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    keys = []
+    with ExitStack() as stack:
+        for _ in range(2):  # the same question, whose first token has the same key
+            ids = {"prompt_token_ids": QUESTION}
+            made = assemble(llm.engine, llm.documents, ["a", "b"], ids, method, stack)
+            end = made.tokens.index(QUESTION[0], len(made.tokens) - len(QUESTION))
+            assert end % 4
+            asked = llm.engine.add(made.tokens, params, context=made.context)
+            while not asked.generated:
+                llm.engine.step()
+            page = asked.pages[end // 4]
+            keys.append(llm.engine.cache.common["head_keys"][page, :, end % 4].clone())
+        while llm.engine.has_work:
+            llm.engine.step()
+    assert torch.equal(*keys)
 
 
 def heads_of(llm: LLM) -> list[frozenset[str]]:

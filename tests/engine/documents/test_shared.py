@@ -246,11 +246,13 @@ def test_a_page_that_was_freed_or_moved_is_not_found(folder: Path) -> None:
     assert pages is not None
     entries = [pages[0], NO_PAGE, *pages[1:]]
     filled.remember(b"a", entries)
-    assert filled.find(b"a") == (entries, None)
+    found = filled.find(b"a")
+    assert found is not None
+    assert (found.entries, found.unpaged, found.last) == (entries, None, None)
     assert filled.find(b"b") is None
     cache.share(pages)
     cache.release(pages)
-    assert filled.find(b"a") == (entries, None)  # one reference is left
+    assert filled.find(b"a") is found  # one reference is left
     cache.release(pages[3:])
     assert filled.find(b"a") is None
     assert cache.allocate(1) == pages[3:]  # the same page for another owner
