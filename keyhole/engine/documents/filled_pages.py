@@ -80,7 +80,9 @@ class FilledPages:
         self._pages = {k: found for k, found in self._pages.items() if stamp(found[0]) == found[1]}
         stamps = [-1 if page == NO_PAGE else stamp(page) for page in entries]
         features = self._cache.common.get("head_features")
-        last = None if features is None or not entries else features[entries[-1]].clone()
+        last = None
+        if features is not None and entries and entries[-1] != NO_PAGE:
+            last = features[entries[-1]].clone()
         self._known[key] = FilledEntries(entries, stamps, unpaged, last)
 
     def find(self, key: bytes) -> FilledEntries | None:
