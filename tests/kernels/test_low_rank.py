@@ -236,6 +236,17 @@ def test_keys_of_8_bits_are_decomposed_with_their_errors_and_no_others(
         assert (again <= case.errors[0] + 1e-5 * (1 + np.abs(case.keys))).all()
 
 
+def test_a_chunk_of_one_token_is_its_mean_exactly() -> None:
+    """Else rounding would decide which of such chunks are outliers."""
+    keys = torch.randn(40, 2, 3, 8)
+    keys[0] = 0.0
+    marks, cosines = torch.empty(40, 3, 2, 8), torch.full((40, 3, 2), torch.nan)
+    pages = torch.arange(40)
+    kernels.chunk_landmarks(keys, marks, cosines, pages, torch.full((40,), 3))
+    assert (cosines == 1.0).all()
+    assert torch.equal(marks, keys.transpose(1, 2))
+
+
 @given(case=in_8_bits(), seed=st.integers(0, 2**31))
 @examples(50)
 def test_chunks_of_keys_of_8_bits_are_scored_by_the_means_of_the_keys(

@@ -46,7 +46,9 @@ def chunk_landmarks(
         real = real.unflatten(2, (count, -1))
         mean = known.sum(3) / real.sum(3).clamp(min=1)
         cosine = F.cosine_similarity(known, mean[..., None, :], dim=-1)
-        cosine = cosine.masked_fill(~real[..., 0], 1.0).amin(3)
+        # One token is its own mean, whatever its cosine is rounded to.
+        fits = ~real[..., 0] | (real.sum(3) == 1)
+        cosine = cosine.masked_fill(fits, 1.0).amin(3)
         landmarks[some] = mean.transpose(1, 2).to(landmarks.dtype)
         cosines[some] = cosine.transpose(1, 2).to(cosines.dtype)
 
