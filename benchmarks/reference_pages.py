@@ -244,8 +244,9 @@ def _help(parser: argparse.ArgumentParser) -> str:
 def _methods(combinations: str) -> str:
     parts = [
         f"{_WRITTEN_BY}\n\n# Methods",
-        "A policy says what a decode step attends to. Prefill is exact under every policy, and\n"
-        "with a budget of at least the length every policy is full attention.",
+        "A policy says what a decode step attends to. Prefill is exact, unless a\n"
+        "prefill policy is set. With a budget of at least the length every policy is full\n"
+        "attention.",
         "The *effect measured* of a difference from a paper: how many of 48 answers to\n"
         "`tiny_derive` (derivations of the bundled model in 1,024 tokens) are right, with 95 %\n"
         "Wilson intervals, where layers 0 and 1 are dense unless the method cannot keep layers\n"

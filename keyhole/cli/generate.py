@@ -3,8 +3,8 @@
 The prompt is an argument, a file (--file), token ids (--prompt-ids), or read from stdin ("-", or no
 argument and a pipe). A model without a tokenizer takes and returns token ids only.
 Ctrl-C ends the answer and keeps the text so far, in --json with finish_reason "abort". Several
-completions (--n) run in one batch and are printed one after another; with --json the further ones
-are in `others`.
+completions (--n) run in one batch and are printed one after another; with --json all but the
+first are in `others`.
 """
 
 from __future__ import annotations

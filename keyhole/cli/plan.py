@@ -5,7 +5,7 @@ and keep a buffer of token_budget tokens in memory. With --policy, the plan is t
 offload=FOLDER) with the same --memory or --total-memory: it includes the data of the policy and its
 retrieval head, and layers that the policy reads in full stay in memory, as all do if it refuses
 offload. On a GPU (--device cuda), total memory excludes the CUDA context, and one more request is
-counted if steps are recorded.
+counted if CUDA graphs are used.
 """
 
 from __future__ import annotations
@@ -260,7 +260,10 @@ def _paper(shape: Checkpoint, settings: PlanSettings) -> MemoryModel:
         )
     itemsize = ITEMSIZES["float16"]
     if settings.dtype != "auto" and ITEMSIZES[settings.dtype] != itemsize:
-        raise ConfigError(f"preset 'paper' counts 2 bytes per number, not those of {shape.dtype}")
+        raise ConfigError(
+            f"preset 'paper' counts 2 bytes per number, not dtype {settings.dtype!r}; use --preset "
+            "measured"
+        )
     group = shape.num_query_heads // layer.num_kv_heads
     return MemoryModel.paper(
         model_bytes=shape.num_parameters * itemsize,

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folder or hub id of a tokenizer; default: the model's own"
     parser.add_argument("--tokenizer", metavar="PLACE", help=text)
     flags.add_settings(parser, ServerConfig, "server")
-    text = f"file with one key per line, in addition to --api-key and {_KEYS} (with commas between)"
+    text = f"file with one key per line, in addition to --api-key and {_KEYS} (comma-separated)"
     parser.add_argument("--api-key-file", metavar="FILE", help=text)
     flags.add_policy(parser)
     flags.add_settings(parser, EngineConfig, "engine")

@@ -80,7 +80,12 @@ class SentenceEncoder:
         named: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             config = AutoConfig.from_pretrained(place, **named)
-            require(not config.is_encoder_decoder, "embeddings", str(folder), "an encoder alone")
+            require(
+                not config.is_encoder_decoder,
+                "embeddings",
+                str(folder),
+                "an encoder without a decoder",
+            )
             self._tokenizer = AutoTokenizer.from_pretrained(place, **named)
             loaded: Any = AutoModel.from_pretrained(
                 place,
@@ -215,7 +220,7 @@ class EmbeddingSearch:
             remove_table(self._path)
             raise DamagedTableError(self._path) from error
         except apsw.Error as error:
-            raise ConfigError(f"the table for searches {self._path} fails: {error}") from error
+            raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
 
     def _open(self) -> apsw.Connection:
         import apsw

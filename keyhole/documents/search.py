@@ -70,7 +70,7 @@ class DamagedTableError(ConfigError):
     """A table that was damaged, and is deleted."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(f"the search table {path} was damaged; search again: it is made anew")
+        super().__init__(f"the search table {path} was damaged; search again to rebuild it")
 
 
 def made_anew_if_damaged(update: Callable[[], None]) -> None:

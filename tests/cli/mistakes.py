@@ -156,7 +156,7 @@ MISTAKES = [
     ("documents show", "the following arguments are required: NAME"),
     ("documents show x --output picture", "--output 'picture': a picture must end in .png, .svg,"),
     ("documents show x --output nowhere/picture.png", "--output 'nowhere/picture.png': there is"),
-    ("documents show x --documents y", "--documents needs a --question"),
+    ("documents show x --documents y", "--documents needs --question"),
     ("documents show x --reuse detla", "unknown reuse method 'detla'"),
     ("documents show x --policy quest", "unknown option of documents show '--policy'"),
     ("documents ask x", "no documents; give names from `keyhole documents list`, as in"),

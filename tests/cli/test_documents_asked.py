@@ -269,7 +269,7 @@ def test_what_a_question_keeps_is_drawn(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--documents", "faq"), "--documents needs a --question"),
+        (("--documents", "faq"), "--documents needs --question"),
         (("--question", " "), "the question is empty"),
         (("--question", "x", "--reuse", "recompute"), "computes everything, so there is nothing"),
         (("--question", "x", "--documents", "fak"), "did you mean 'faq'?"),

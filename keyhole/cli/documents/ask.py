@@ -184,7 +184,7 @@ def _run_show(arguments: argparse.Namespace) -> int:
     """Prints, and draws."""
     reuse = make_reuse(arguments.reuse)
     if arguments.question is None and arguments.documents:
-        raise ConfigError("--documents needs a --question")
+        raise ConfigError("--documents needs --question")
     if arguments.question is not None and arguments.output is None:
         arguments.output = _PICTURE
     if arguments.output is not None:
