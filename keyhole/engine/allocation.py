@@ -264,9 +264,17 @@ def _pages_on_all(
 
 
 def too_long(
-    length: int, cache: PageCache, offloader: LayerOffloader | None, config: EngineConfig
+    length: int,
+    cache: PageCache,
+    offloader: LayerOffloader | None,
+    config: EngineConfig,
+    *,
+    is_hybrid: bool,
 ) -> str:
-    """The error message for a request of `length` tokens that can never be served."""
+    """The error message for a request of `length` tokens that can never be served.
+
+    is_hybrid: whether the model has recurrent layers, beside which none may be offloaded.
+    """
     if offloader is not None:
         layers, most = len(offloader.plan.model.order), cache.max_pages * config.page_size
         return (
@@ -277,10 +285,10 @@ def too_long(
         )
     pages = -(-length // config.page_size)
     need, have = (bytes_text(n * cache.page_bytes) for n in (pages, cache.max_pages))
+    offload = ", set offload= to a folder that layers may move to (with a policy that selects),"
     return (
         f"{length} tokens (prompt and max_tokens) need {need} of KV cache, but the limit is "
-        f"{have}; raise {_limit(config)}, set offload= to a folder that layers may move to "
-        "(with a policy that selects), or lower max_tokens"
+        f"{have}; raise {_limit(config)}{'' if is_hybrid else offload} or lower max_tokens"
     )
 
 

@@ -422,7 +422,9 @@ class Runner:
     @functools.cached_property
     def _rope_shift(self) -> RopeShift | None:
         """The rotations of the model; None if its positions are not rotations."""
-        return RopeShift.of(self._model) if rotates(self._model) else None
+        if not rotates(self._model):
+            return None
+        return RopeShift.of(self._model, f"policy {self._policy.name!r}")
 
     def _rotation(self, layer: int) -> Rotation:
         if self._rope_shift is None:

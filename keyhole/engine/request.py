@@ -232,7 +232,8 @@ class RequestLimits:
         pages = page_limit(policy, self._geometry, len(tokens) - num_given, length)
         if pages > self._max_pages and not stored:
             length = min(length, pages * self._config.page_size)
-            raise CapacityError(too_long(length, self._cache, self._offloader, self._config))
+            own = self._cache, self._offloader, self._config
+            raise CapacityError(too_long(length, *own, is_hybrid=model.is_hybrid))
 
     def resolve(
         self, params: SamplingParams, num_tokens: int, policy: Policy, *, stored: bool

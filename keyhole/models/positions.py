@@ -59,30 +59,33 @@ class RopeShift:
         return cls.of(model)
 
     @classmethod
-    def of(cls, model: Model) -> Self:
-        """The rotations of this model; ConfigError if its positions are not rotations."""
+    def of(cls, model: Model, needed_by: str = "stored documents") -> Self:
+        """The rotations of this model; ConfigError if its positions are not rotations.
+
+        needed_by: what shifts the keys, as the error names it.
+        """
         config = model.network.config
         if not rotates(model):
             raise ConfigError(
-                f"stored documents cannot be used with model {model.name!r}: the family "
+                f"{needed_by} cannot be used with model {model.name!r}: the family "
                 f"{config.model_type!r} has no rotary embedding for all layers; use a model with "
                 "RoPE"
             )
         layouts = families.layouts(config)
         if any(layout.index_topk is not None for layout in layouts):
             raise ConfigError(
-                f"stored documents cannot be used with model {model.name!r}: the keys of its own "
+                f"{needed_by} cannot be used with model {model.name!r}: the keys of its own "
                 "indexer cannot be moved to other positions"
             )
         if any(layout.chunked for layout in layouts):
             raise ConfigError(
-                f"stored documents cannot be used with model {model.name!r}: it has layers of "
+                f"{needed_by} cannot be used with model {model.name!r}: it has layers of "
                 "chunked attention, and tokens that move would change chunks"
             )
         problem = _problem(config)
         if problem is not None:
             raise ConfigError(
-                f"stored documents cannot be used with model {model.name!r}: in the family "
+                f"{needed_by} cannot be used with model {model.name!r}: in the family "
                 f"{config.model_type!r}, {problem}"
             )
         return cls._of(model.network, model.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
 
+from keyhole import LLM
 from keyhole.errors import ConfigError
 from keyhole.kernels.reference import layers
 from keyhole.models import attention
@@ -337,6 +338,13 @@ def test_keys_that_cannot_be_turned_are_refused(family: str, reason: str) -> Non
     model = adopt(random_model(shrink(CONFIG_MAPPING[family]())), device="cpu")
     with pytest.raises(ConfigError, match=reason):
         RopeShift.of(model)
+
+
+def test_a_policy_that_shifts_keys_is_refused_by_its_name() -> None:
+    """The error spoke of stored documents, which nobody had asked for."""
+    model = random_model(shrink(CONFIG_MAPPING["glm"]()))
+    with pytest.raises(ConfigError, match=r"^policy 'shadowkv' cannot be used with model 'Glm"):
+        LLM(model, "shadowkv", device="cpu", memory="16MB")
 
 
 def test_a_config_with_an_infinite_number_is_measured() -> None:

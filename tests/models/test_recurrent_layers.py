@@ -16,6 +16,7 @@ from keyhole import LLM, ConfigError, Delta, ModelError, SamplingParams, exactne
 from keyhole.cache.recurrent_state import RecurrentState
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.errors import CapacityError
 from keyhole.models import checkpoint, families
 from keyhole.models.loading import load
 from keyhole.models.modules.recurrent_layers import Packed
@@ -307,6 +308,10 @@ def llm() -> LLM:
 def test_what_a_recurrent_state_cannot_have_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has recurrent layers; leave it out"):
         LLM(network_of("lfm2"), Delta(), device="cpu", memory="16MB", offload=tmp_path)
+    # Offloading is no remedy there: the next error would have refused it.
+    few = LLM(network_of("lfm2"), device="cpu", memory="80KB", prefix_cache=False, max_batch=1)
+    with pytest.raises(CapacityError, match=r"; raise memory= or lower max_tokens$"):
+        few.generate({"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=100))
     with pytest.raises(ConfigError, match="stored documents cannot be used"):
         _ = llm.documents
     with (
