@@ -74,7 +74,7 @@ class Geometry:
     """
 
     layers: tuple[LayerLayout, ...]
-    num_query_heads: int
+    num_query_heads: int  # of the layer with the most
     page_size: int
     itemsize: int  # bytes of a number of the model, and of side data
     kv_dtype: str = "auto"  # of keys and values, as in `EngineConfig`

@@ -107,11 +107,12 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         if dtype == "auto":
             number = _dtype(stored, headers) if place.gguf is None else stored_dtype(path)
         total, kept = counted or weights.num_parameters, weights.kept
+        layers = families.layouts(config)
         return Checkpoint(
             name=_short(place),
             dtype=number,
-            layers=families.layouts(config),
-            num_query_heads=int(config.num_attention_heads),
+            layers=layers,
+            num_query_heads=max(layer.num_query_heads for layer in layers),
             num_parameters=total,
             weight_bytes=kept.num_bytes + (total - kept.num_weights) * ITEMSIZES[number],
             counted_from=_source(counted, kept),

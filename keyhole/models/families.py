@@ -158,11 +158,12 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     if getattr(config, "kv_lora_rank", None) is not None:  # MLA
         return tuple(_latent(config, layer, heads) for layer in layers)
     kinds, windows = _kinds(config), _windows(config)
+    per_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna
     return tuple(
         _layout(
             config,
             _of_layer(config, layer),
-            heads,
+            heads if per_layer is None else int(per_layer[layer]),
             windows[layer],
             kinds is not None and kinds[layer] in _CHUNKED,
         )
@@ -210,7 +211,9 @@ def _varies(config: Any) -> bool:
 
 def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool) -> LayerLayout:
     family = config.model_type
-    key_dim = int(getattr(own, "head_dim", None) or config.hidden_size // heads)
+    key_dim = int(
+        getattr(own, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     value_dim = int(getattr(own, "v_head_dim", None) or key_dim)
     kv_heads = getattr(own, "num_key_value_heads", None)
     if family == "gpt_bigcode":

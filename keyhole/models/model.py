@@ -72,7 +72,7 @@ class Model:
                 )
         return Geometry(
             layers=layers,
-            num_query_heads=int(config.num_attention_heads),
+            num_query_heads=max(layer.num_query_heads for layer in layers),
             page_size=page_size,
             itemsize=self.dtype.itemsize,
             calibration=self.calibration,

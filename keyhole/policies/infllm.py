@@ -209,9 +209,9 @@ class InfLLM(Policy):
         if self._reads_all(step):
             return None
         layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
-        heads = geometry.num_query_heads
-        keys = sum(heads * layout.key_dim for layout in layouts)
-        window = 2 * heads * len(layouts) * step.lengths.clamp(max=self._window)
+        keys = sum(layout.num_query_heads * layout.key_dim for layout in layouts)
+        heads = sum(layout.num_query_heads for layout in layouts)
+        window = 2 * heads * step.lengths.clamp(max=self._window)
         blocks = self._blocks(step.pages, geometry.page_size)
         read: Tensor = (blocks * keys + window) * geometry.itemsize
         return read

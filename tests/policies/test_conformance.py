@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 import keyhole
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
+from keyhole.models.loading import adopt
 from keyhole.models.model import Model
+from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
 from tests.checkpoints import make_model
@@ -440,6 +443,19 @@ def test_settling_twice_changes_nothing(name: str, model: Model) -> None:
 def test_a_wrong_budget_is_refused(name: str, gqa: Model, wrong: object) -> None:
     with pytest.raises(ConfigError, match="token_budget"):
         make_engine(gqa, make(name, {"token_budget": wrong}))
+
+
+@pytest.mark.parametrize("name", ["infllm", "r_kv", "snapkv"])
+def test_layers_with_other_numbers_of_query_heads(name: str) -> None:
+    """Laguna has a number for each layer; what these keep per query head had one for all."""
+    config = CONFIG_MAPPING["laguna"](
+        num_attention_heads_per_layer=[48, 64] * 20, layer_types=["full_attention"] * 40
+    )
+    model = adopt(random_model(shrink(config)), device="cpu")
+    prompt, given = list(range(3, 40)), [7, 50, 9]
+    dense = forced_logits(model, make_policy("full"), prompt, given)
+    found = forced_logits(model, make_policy(name, LARGE), prompt, given)
+    assert (found - dense).abs().max() < 1e-4 * dense.std()
 
 
 def test_an_unknown_setting_is_refused_by_name(name: str) -> None:

@@ -60,9 +60,10 @@ def query_state(
     geometry: Geometry, layers: tuple[int, ...], window: int
 ) -> dict[str, SequenceData]:
     """What is kept of a sequence, for `Policy.sequence_state`."""
-    heads, dims = geometry.num_query_heads, {i: geometry.layers[i].key_dim for i in layers}
+    own = {i: geometry.layers[i] for i in layers}
     return {
-        f"query {i}": SequenceData((window, heads, dim), like_keys=True) for i, dim in dims.items()
+        f"query {i}": SequenceData((window, layer.num_query_heads, layer.key_dim), like_keys=True)
+        for i, layer in own.items()
     }
 
 
