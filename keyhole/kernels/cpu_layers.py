@@ -47,9 +47,7 @@ def _in_floats(weight: Weight, dtype: torch.dtype) -> bool:
         return False
     if isinstance(weight, PackedWeight):
         return weight.bits == 6
-    if cpu.current() not in ("avx512", "amx"):
-        return cpu.current() != "avx2"
-    return dtype != torch.bfloat16 or (weight.bits == 6 and _num_outputs(weight) < 16)
+    return cpu.current() not in ("avx2", "avx512", "amx")
 
 
 # Contiguous copies are kept in variables: one that is referenced by its address only is freed.

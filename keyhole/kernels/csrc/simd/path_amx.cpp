@@ -63,12 +63,14 @@ void linear(const Linear& a) {
 }
 
 void packed_linear(const PackedLinear& a) {
-    // Groups of sixteen codes are too few for a product; one or two tokens of blocks, whose scales
-    // have to be arranged, are no faster so (benchmarks/LOG.md).
-    const bool few = a.weight.group == 16 || (a.blocks.of_blocks && a.T <= 2);
-    if (few || a.dtype != DType::bfloat16 ||
-        !multiply_in_digits<MatrixCodes>(a, avx512_path.packed_linear))
-        avx512_path.packed_linear(a);
+    // One or two tokens, and groups of sixteen codes, are too few for a product (benchmarks/LOG.md).
+    if (a.T <= 2 || a.weight.group == 16 || a.dtype != DType::bfloat16)
+        return avx512_path.packed_linear(a);
+    for (const PackedLinear* part = &a; part; part = part->next) {
+        PackedLinear one = *part;
+        one.next = nullptr;
+        one.O < kTile ? avx512_path.packed_linear(one) : multiply_in_digits(one);
+    }
 }
 
 }  // namespace

@@ -153,20 +153,6 @@ struct Product<bfloat16> {
     static inline Vector add(Vector sum, __m512i q, Key k) {
         return {_mm512_dpbf16_ps(sum.v, (__m512bh)q, (__m512bh)k)};
     }
-    // Codes of 4 bits are looked up in a table; 8 bits are exact in bfloat16, too.
-    template <Part part>
-    static inline Key code(const uint8_t* p) {
-        if (part == whole_byte)
-            return (__m512i)_mm512_cvtne2ps_pbh(codes<part>(p + 16).v, codes<part>(p).v);
-        const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-            0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-            0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
-        const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-        return _mm512_permutexvar_epi16(part == lower_half
-                                            ? _mm512_and_si512(x, _mm512_set1_epi16(15))
-                                            : _mm512_srli_epi16(x, 4),
-                                        table);
-    }
 };
 
 #include "transpose_avx512.h"

@@ -29,6 +29,11 @@ struct WholeProduct {
     static Sum add(Sum sum, __m256i q, Key k) {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(q, k));
     }
+    template <int bits>
+    static void keep(const T* x, int64_t I, int64_t group, int16_t* row, float* sums, float* scales) {
+        for (int64_t g = 0; g < I / group; g++)
+            keep_group(x + g * group, group, row + g * group, sums[g], scales[g]);
+    }
     // The whole numbers of a group of inputs, their sum and their scale: NaN if one is not finite, or
     // if the sum is not. A group without an input above 2^-100 counts as zeros.
     static void keep_group(const T* x, int64_t count, int16_t* out, float& sum, float& scale) {

@@ -56,12 +56,111 @@ static void matrix_linear(const Linear& a) {
     });
 }
 
+// Packed weights: codes are bytes, and inputs two digits of a byte each.
+
+// Inputs of sets of tokens, as tiles of sixteen columns: the upper digits of eight tokens and then their
+// lower ones, or one tile of either of sixteen tokens. Row k of a tile has weights 4k .. 4k + 3.
+struct CodeInputs {
+    int64_t tokens, digit_tiles;  // of a set
+    int64_t sets, tile_bytes, groups;
+    uint8_t* tiles;                   // [sets][digit_tiles][I / 64]
+    float (*steps)[16], (*sums)[16];  // [sets][groups]: what products are multiplied by; of inputs
+
+    CodeInputs(const PackedLinear& a, int64_t tokens)
+        : tokens(tokens), digit_tiles(kDigits * tokens / 16), sets((a.T + tokens - 1) / tokens),
+          tile_bytes(16 * a.I), groups(a.I / a.weight.group) {
+        const int64_t all = sets * groups;
+        tiles = static_cast<uint8_t*>(
+            workspace(1, sets * digit_tiles * tile_bytes + 2 * all * sizeof *sums +
+                             tokens * kDigits * a.I));
+        steps = reinterpret_cast<float (*)[16]>(tiles + sets * digit_tiles * tile_bytes);
+        sums = steps + all;
+        memset(steps, 0, 2 * all * sizeof *sums);
+        auto* const digits = reinterpret_cast<uint8_t*>(sums + all);  // [tokens][kDigits][I]
+        for (int64_t set = 0; set < sets; set++) {
+            const int64_t count = lesser(a.T - set * tokens, tokens);
+            for (int64_t t = 0; t < count; t++) {
+                const auto* x = static_cast<const bfloat16*>(a.x) + (set * tokens + t) * a.x_stride;
+                for (int64_t g = 0, size = a.weight.group; g < groups; g++) {
+                    const Digits of(x + g * size, size);
+                    uint8_t* const upper = digits + kDigits * t * a.I;
+                    for (int64_t i = g * size; i < (g + 1) * size; i += 16)
+                        of.store(x + i, upper + i, upper + a.I + i);
+                    sums[set * groups + g][t] = of.sum;
+                    float* const step = steps[set * groups + g] + t;
+                    *step = digit_tiles == 1 ? 256.0f * of.scale : of.scale;
+                    if (digit_tiles == 1) step[tokens] = of.scale;
+                }
+            }
+            for (int64_t tile = 0; tile < digit_tiles; tile++) {
+                const auto bytes = [&](int64_t column, int64_t at) {
+                    const int64_t t = column % tokens, digit = tile + column / tokens;
+                    return t < count ? _mm512_loadu_si512(digits + (kDigits * t + digit) * a.I + at)
+                                     : _mm512_setzero_si512();
+                };
+                pack_rows(bytes, 16, a.I, tiles + (set * digit_tiles + tile) * tile_bytes);
+            }
+        }
+    }
+};
+
+// The scales and minimums of sixteen rows as floats, those of a group one after another. Where all
+// minimums are the scale times `lowest`, they are not there.
+struct CodeScales {
+    int64_t groups;
+    float lowest;
+    float (*scales)[kTile], (*minimums)[kTile];
+
+    CodeScales(const PackedLinear& a, int64_t first)
+        : groups(a.I / a.weight.group), lowest(0.0f), minimums(nullptr) {
+        const int64_t all = rounded_up(groups, 16), bytes = all * sizeof *scales;
+        scales = static_cast<float (*)[kTile]>(workspace(3, 2 * bytes));
+        const auto keep = [&](const auto* numbers, float (*to)[kTile]) {
+            const auto floats = [&](int64_t row, int64_t at) {
+                const int count = static_cast<int>(lesser(groups - at / 4, 16));
+                return _mm512_castps_si512(load(numbers + row * groups + at / 4, count).v);
+            };
+            pack_rows(floats, kTile, 4 * groups, reinterpret_cast<uint8_t*>(to));
+        };
+        const bool own_minimums = !a.blocks.of_blocks || a.blocks.minimums;
+        if (own_minimums) minimums = scales + all;
+        else lowest = lowest_of(a);
+        if (a.blocks.of_blocks) {
+            const auto by = rows_of_blocks(a, first);
+            keep(by.scales, scales);
+            if (own_minimums) keep(by.minimums, minimums);
+        } else {
+            const auto by = scales_from<bfloat16>(a, first, kTile);
+            keep(by.scales, scales);
+            keep(by.minimums, minimums);
+        }
+    }
+
+  private:
+    GroupScales<float> rows_of_blocks(const PackedLinear& a, int64_t first) const {
+        const int64_t all = kTile * groups;
+        auto* const room = static_cast<float*>(workspace(2, 2 * all * sizeof(float)));
+        for (int64_t r = 0; r < kTile; r++)
+            expand_scales(a, first + r, room + r * groups, room + all + r * groups);
+        return {room, room + all};
+    }
+};
+
+// Prefetches a line of the codes of each of sixteen rows, of which `at` bytes have been read. At the
+// ends of the rows those that come next begin, if there are some.
+static inline void ask_codes(const uint8_t* codes, int64_t row_bytes, int64_t at, bool next) {
+    at += 256;  // measured (benchmarks/LOG.md)
+    if (at >= row_bytes) {
+        if (!next) return;
+        at += (kTile - 1) * row_bytes;
+    }
+#pragma GCC unroll 1
+    for (int r = 0; r < kTile; r++) ask(codes + r * row_bytes + at);
+}
+
 // Products of packed weights: codes are the left operand, those of 8 bits where they lie.
 struct MatrixCodes {
-    using Unit = MatrixUnit;
-    static constexpr int64_t most_tokens = 16;  // of a set
-
-    // As `VectorCodes`.
+    // Outputs [tokens][rows] of sixteen rows from `first` on and `count` tokens of a set.
     template <int bits, int depth>
     static void multiply(const PackedLinear& a, const CodeInputs& in, int64_t set, int64_t count,
                          const CodeScales& by, int64_t first, float (*out)[kTile]) {
@@ -151,3 +250,41 @@ struct MatrixCodes {
         unrolled<kTile>([&](auto r) { store(out[r], totals[r]); });
     }
 };
+
+// Outputs of a layer. depth: codes of which no two groups have a part.
+template <int bits, int depth>
+static void multiply_in_digits(const PackedLinear& a) {
+    const CodeInputs in(a, a.T > 8 ? 16 : 8);
+    const auto compute = [&](int64_t first) {
+        const CodeScales by(a, first);
+        for (int64_t set = 0; set < in.sets; set++) {
+            alignas(64) float out[16][kTile];
+            const int64_t begin = set * in.tokens, count = lesser(a.T - begin, in.tokens);
+            MatrixCodes::multiply<bits, depth>(a, in, set, count, by, first, out);
+            for (int64_t t = 0; t < count; t++)
+                finish_outputs(out[t], kTile, static_cast<const bfloat16*>(a.bias), first,
+                               static_cast<bfloat16*>(a.out) + (begin + t) * a.O);
+        }
+    };
+    // Blocks in order, as the first codes of the next one are prefetched, and enough pieces for all
+    // threads.
+    const int64_t blocks = (a.O + kTile - 1) / kTile;
+    const int64_t piece = blocks >= 16 * omp_get_max_threads() ? 4 : 1;
+    for_each((blocks + piece - 1) / piece, a.O * a.I > 1 << 16, [&](int64_t at) {
+        MatrixUnit unit(depth);
+        // The last one begins early enough to be whole: some outputs are computed twice.
+        for (int64_t i = at * piece; i < lesser(blocks, (at + 1) * piece); i++)
+            compute(lesser(i * kTile, a.O - kTile));
+    });
+}
+
+static void multiply_in_digits(const PackedLinear& a) {
+    const int64_t bits = a.weight.bits;
+    const auto multiply = a.weight.group == 32
+                              ? bits == 8   ? multiply_in_digits<8, 32>
+                                : bits == 4 ? multiply_in_digits<4, 32>
+                                            : multiply_in_digits<6, 32>
+                          : bits == 8 ? multiply_in_digits<8, 64>
+                                      : multiply_in_digits<4, 64>;
+    multiply(a);
+}

@@ -45,13 +45,6 @@ struct CodeProduct : Product<T> {
     }
 };
 
-// Rows of codes and inputs of T that a processor path multiplies in a way of its own.
-template <class T, int bits>
-struct OwnRows {
-    static constexpr bool exists = false;
-    static constexpr int64_t step = CodeProduct<T>::step;  // inputs are kept in whole steps
-};
-
 // Inputs of some tokens, and of each group their sum and scale, padded with zeros to whole vectors.
 template <class T>
 struct Inputs {
@@ -216,13 +209,11 @@ static inline void packed_tile(const PackedLinear& a, const Inputs<T>& in, Group
             CodeProduct<T>::template row<S, bits, H>(a, in, from(r), first + r, ahead, out + r);
     } else {
         // So that sums stay in registers.
-        constexpr int fit = Vector::width / (OwnRows<T, bits>::exists && H > 4 ? 1 : 2) / H;
+        constexpr int fit = Vector::width / 2 / H;
         constexpr int R = fit > 4 ? 4 : fit < 1 ? 1 : fit;
         const auto rows = [&](auto at_once, int64_t r) {
             constexpr int n = decltype(at_once)::value;
-            if constexpr (OwnRows<T, bits>::exists)
-                OwnRows<T, bits>::template rows<H, n, S>(a, in, from(r), first + r, ahead, out + r);
-            else packed_rows<T, S, bits, H, n>(a, in, from(r), first + r, ahead, out + r);
+            packed_rows<T, S, bits, H, n>(a, in, from(r), first + r, ahead, out + r);
         };
         int64_t r = 0;
         for (; r + R <= count; r += R) rows(std::integral_constant<int, R>(), r);
@@ -236,11 +227,9 @@ static inline void keep_inputs(const T* x, int64_t I, int64_t group,
                                typename CodeProduct<T>::Query* row, float* sums, float* scales) {
     using P = CodeProduct<T>;
     if constexpr (P::scaled) {
-        for (int64_t g = 0; g < I / group; g++)
-            P::keep_group(x + g * group, group, row + g * group, sums[g], scales[g]);
+        P::template keep<bits>(x, I, group, row, sums, scales);
     } else {
-        if constexpr (OwnRows<T, bits>::exists) OwnRows<T, bits>::keep(x, I, row);
-        else keep_query(x, I, row);
+        keep_query(x, I, row);
         for (int64_t g = 0; g < I / group; g++) {
             Vector sum = broadcast(0.0f);
             for (int64_t i = 0; i < group; i += Vector::width) sum = sum + load(x + g * group + i);
@@ -255,7 +244,7 @@ static void packed_linear_in(const PackedLinear& a) {
     using P = CodeProduct<T>;
     using Query = typename P::Query;
     constexpr int W = Vector::width, most = W / 2;
-    const int64_t stride = rounded_up(a.I, OwnRows<T, bits>::step), groups = a.I / a.weight.group;
+    const int64_t stride = rounded_up(a.I, 2 * kBlock), groups = a.I / a.weight.group;
     const int64_t groups_stride = rounded_up(groups, W);
     auto* sums = static_cast<float*>(
         workspace(1, a.T * (2 * groups_stride * sizeof(float) + stride * sizeof(Query))));
@@ -309,25 +298,11 @@ static void packed_linear_by(const PackedLinear& a) {
 
 // Six bits and blocks have float scales; without another way to multiply them, float inputs too.
 template <class T>
-static void packed_linear_as(const PackedLinear& a) {
+static void packed_linear(const PackedLinear& a) {
     if constexpr (CodeProduct<T>::scaled) {
         if (a.blocks.of_blocks) return packed_linear_by<T, float>(a);
-    } else if constexpr (OwnRows<T, 4>::exists) {
-        if (a.blocks.of_blocks && a.weight.bits == 4) return packed_linear_in<T, float, 4>(a);
-        if (a.blocks.of_blocks) return packed_linear_in<T, float, 8>(a);
     }
     packed_linear_by<T, T>(a);
-}
-
-// Whether a processor path has computed the layers in a way of its own.
-template <class T>
-static bool multiply_otherwise(const PackedLinear&) {
-    return false;
-}
-
-template <class T>
-static void packed_linear(const PackedLinear& a) {
-    if (!multiply_otherwise<T>(a)) packed_linear_as<T>(a);
 }
 
 // Weights of a span of a block as numbers, into `out`, the numbers of the block.
