@@ -79,7 +79,7 @@ test-page: $(PAGE_READY) $(READY) ## the page of `keyhole serve` in a real brows
 	@PYTHONPATH=.venv-page .venv/bin/python -m pytest tests/server/page
 
 # Checkpoints that other libraries quantise; each has warnings of its own.
-test-weights: $(WEIGHTS_READY) ## weights of torchao and bitsandbytes, in .venv-weights
+test-weights: $(WEIGHTS_READY) ## weights of torchao, bitsandbytes, AWQ and GPTQ, in .venv-weights
 	@.venv-weights/bin/python -m pytest -W default tests/models/weights $(ARGS)
 
 # Common clients against `keyhole serve`. Their own warnings are ignored.
@@ -270,7 +270,8 @@ $(WEIGHTS_READY): pyproject.toml constraints.txt tests/models/weights/quantisers
 	@$(PYTHON) -m venv .venv-weights
 	@.venv-weights/bin/python -m pip install -qq --constraint constraints.txt torch
 	@.venv-weights/bin/python -m pip install -qq --constraint constraints.txt \
-	  --requirement tests/models/weights/quantisers.txt pytest pytest-xdist hypothesis --editable '.[gguf,lora,quantized]'
+	  pytest pytest-xdist hypothesis --editable '.[gguf,lora,quantized]'
+	@.venv-weights/bin/python -m pip install -qq --requirement tests/models/weights/quantisers.txt
 	@touch $@
 
 # torchvision and its like from the package index are built for CUDA and break transformers on a CPU.

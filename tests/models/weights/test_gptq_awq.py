@@ -1,8 +1,7 @@
 """Checkpoints of GPTQ and AWQ, which transformers loads by gptqmodel (GPTQ by optimum, too).
 
 The codes are packed here as the formats define them, and the logits are compared with those of a
-plain model of the numbers that the codes stand for. Skipped without the packages:
-`pip install gptqmodel optimum`.
+plain model of the numbers that the codes stand for. `make test-weights` has the packages.
 """
 
 from __future__ import annotations
