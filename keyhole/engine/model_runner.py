@@ -204,7 +204,7 @@ class Runner:
         geometry = self._cache.geometry
         lists = len(geometry.full_attention) * geometry.num_query_heads
         for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
-            if isinstance(chunk, Chunk):
+            if isinstance(chunk, Chunk) and not chunk.dense:
                 before = lists * self._prefill.causal_blocks(chunk.start, count)
                 sequence.blocks_read += batch.blocks_read.get(chunk.rows.start, before)
                 sequence.blocks_before += before
@@ -348,7 +348,9 @@ class Runner:
             rows, listed = slice(row, row + count), self._send(_join([pages]))
             if sequence.kept is None:
                 known = int(sequence.repeated == start)
-                chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
+                where = known, sequence.first, sequence.slot
+                asks = sequence.context is not None  # a question over stored documents
+                chunks.append(Chunk(rows, start, listed, *where, dense=asks))
             else:
                 where = rows, start, listed, sequence.first, sequence.slot
                 chunks.append(ScatteredChunk.after(sequence.kept, *where))

@@ -189,7 +189,7 @@ def _prefill(
     options: dict[str, Any],
 ) -> Tensor:
     """Prompt tokens, query [T, Hq, D], over all before them or what the prefill policy selects."""
-    keys, policy = batch.cache.keys[layer], batch.prefill
+    keys, policy = batch.cache.keys[layer], None if chunk.dense else batch.prefill
     place = (keys, batch.cache.values[layer], chunk.pages, chunk.start)
     if window is not None or policy is None or policy.is_dense(chunk.start, len(query)):
         return kernels.prefill(query, *place, window=window, **options)

@@ -29,7 +29,8 @@ class Chunk:
 
     known: how many of the first ones already have all their side data (0 or 1). first: tokens from
     here on are computed for this sequence; earlier ones come from a cached prefix. slot: the row of
-    the sequence in the policy's data per sequence (`Batch.state`).
+    the sequence in the policy's data per sequence (`Batch.state`). dense: reads everything under a
+    prefill policy, too.
     """
 
     rows: slice
@@ -38,6 +39,7 @@ class Chunk:
     known: int = 0
     first: int = 0
     slot: int = 0
+    dense: bool = False
 
     def on(self, place: torch.device) -> Chunk:
         """The same for layers on another device."""

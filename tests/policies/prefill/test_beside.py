@@ -99,6 +99,23 @@ def test_proposed_tokens_are_checked_against_the_same_prompt(llama: Model) -> No
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("method", ["reuse", "sam_kv:block_size=8"])
+def test_a_question_over_stored_documents_reads_everything(
+    llama: Model, tmp_path: Path, method: str
+) -> None:
+    """Where every token of the documents was kept, it read selected blocks."""
+    found = []
+    for text in (None, HALF):
+        llm = LLM(llama, page_size=4, memory="16MiB", documents=tmp_path, prefill_policy=text)
+        if text is None:
+            llm.documents.add("a", {"prompt_token_ids": PROMPT}, block_size=8)
+        params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=5, ignore_eos=True)
+        question = {"prompt_token_ids": prompt(30, 1)}
+        found.append(llm.ask(question, ["a"], reuse=method, params=params))
+    assert found[0].logprobs == found[1].logprobs
+    assert found[1].stats.prompt_attended_fraction is None
+
+
 def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None:
     engine = make_engine(llama, make_policy(None), prefill_policy=HALF, prefill_chunk=CHUNK)
     first = forced(engine, PROMPT, GIVEN)
