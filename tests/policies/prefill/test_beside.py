@@ -129,18 +129,19 @@ def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None
     assert (torch.stack(again.logits)[1:] - torch.stack(first.logits)[1:]).abs().max() < 1.0
 
 
-@pytest.mark.slow
-def test_a_preempted_request_computes_its_prompt_again(llama: Model) -> None:
+@pytest.mark.parametrize(
+    ("text", "same", "chunk"),
+    [pytest.param(EVERYTHING, None, CHUNK, marks=pytest.mark.slow), (HALF, HALF, 1024)],
+)
+def test_a_preempted_request_computes_its_prompt_again(
+    llama: Model, text: str, same: str | None, chunk: int
+) -> None:
+    """And no more than that as a prompt: generated tokens went on to read selected blocks."""
     probe = make_engine(llama, make_policy(None))
-    settings: dict[str, Any] = {"prefill_chunk": CHUNK, "prefix_cache": False}
-    tight = make_engine(
-        llama,
-        make_policy(None),
-        prefill_policy=EVERYTHING,
-        memory=34 * probe.cache.page_bytes,
-        **settings,
-    )
-    roomy = make_engine(llama, make_policy(None), **settings)
+    settings: dict[str, Any] = {"prefill_chunk": chunk, "prefix_cache": False}
+    memory = 34 * probe.cache.page_bytes
+    tight = make_engine(llama, make_policy(None), prefill_policy=text, memory=memory, **settings)
+    roomy = make_engine(llama, make_policy(None), prefill_policy=same, **settings)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     texts = [prompt(41), prompt(23), prompt(31)]
     wanted = [roomy.add(text, params) for text in texts]
