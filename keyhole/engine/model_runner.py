@@ -195,7 +195,7 @@ class Runner:
         for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
             end = sequence.num_computed + count
             if sequence.trace is not None and end == len(sequence.tokens):
-                trace_prompt(sequence.trace, chunk, end, self._cache.geometry)
+                trace_prompt(sequence.trace, chunk, end, batch)
 
     def _count_blocks(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Adds what prompts read under a prefill policy; no host sync."""

@@ -197,6 +197,7 @@ def _prefill(
     blocks = policy.select(layer, PromptChunk(query, keys, chunk.pages, chunk.start, *scoring))
     read, row = blocks.counts.sum(), chunk.rows.start
     batch.blocks_read[row] = batch.blocks_read[row] + read if row in batch.blocks_read else read
+    batch.last_reads[row, layer] = blocks.row(-1)
     return kernels.block_sparse_prefill(query, *place, blocks=blocks, **options)
 
 

@@ -148,6 +148,7 @@ class Batch:
     state: the policy's data per sequence, by name; empty where nothing of it is used.
     prefill: what the tokens of `chunks` read; None: everything. blocks_read: with it, by the
     first row of a chunk, the blocks of keys read, summed over layers, blocks of queries and heads.
+    last_reads: by the first row of a chunk and the layer, what its last token read, if not all.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
     adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
     views: with layers on several devices, the step as each sees it, the one in use last.
@@ -176,6 +177,7 @@ class Batch:
     adapters: Tensor | None = None
     prefill: PrefillPolicy | None = None
     blocks_read: dict[int, Tensor] = field(default_factory=dict)
+    last_reads: dict[tuple[int, int], Selection] = field(default_factory=dict)
     views: list[tuple[torch.device, Batch]] = field(default_factory=list)
 
     def at(self, layer: int) -> Batch:
