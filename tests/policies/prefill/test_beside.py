@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, BloomConfig, MptConfig
 
 from keyhole import LLM, SamplingParams, exactness_gate
+from keyhole.models.loading import adopt
 from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import make_policy
@@ -62,6 +63,21 @@ def test_alibi_and_recurrent_layers(family: str) -> None:
     found, share = logits(HALF)
     assert share < 1.0
     assert found.isfinite().all()
+
+
+def test_the_share_counts_the_heads_of_each_layer() -> None:
+    """It counted as many for each as the layer with the most has."""
+    config = CONFIG_MAPPING["laguna"](
+        num_attention_heads_per_layer=[48, 64] * 20, layer_types=["full_attention"] * 40
+    )
+    engine = make_engine(
+        adopt(random_model(shrink(config)), device="cpu"),
+        make_policy(None),
+        prefill_policy=EVERYTHING,
+    )
+    request = forced(engine, PROMPT, GIVEN)
+    run(engine)
+    assert request.stats().prompt_attended_fraction == 1.0
 
 
 @pytest.fixture(scope="module")
