@@ -195,16 +195,16 @@ class Runner:
         for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
             end = sequence.num_computed + count
             if sequence.trace is not None and end == len(sequence.tokens):
-                trace_prompt(sequence.trace, chunk, end, self._cache.geometry)
+                trace_prompt(sequence.trace, chunk, end, batch)
 
     def _count_blocks(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Adds what prompts read under a prefill policy; no host sync."""
         if self._prefill is None:
             return
         geometry = self._cache.geometry
-        lists = len(geometry.full_attention) * geometry.num_query_heads
+        lists = sum(geometry.layers[i].num_query_heads for i in geometry.full_attention)
         for (sequence, count), chunk in zip(plan.chunks, batch.chunks, strict=True):
-            if isinstance(chunk, Chunk):
+            if isinstance(chunk, Chunk) and not chunk.dense:
                 before = lists * self._prefill.causal_blocks(chunk.start, count)
                 sequence.blocks_read += batch.blocks_read.get(chunk.rows.start, before)
                 sequence.blocks_before += before
@@ -348,7 +348,9 @@ class Runner:
             rows, listed = slice(row, row + count), self._send(_join([pages]))
             if sequence.kept is None:
                 known = int(sequence.repeated == start)
-                chunks.append(Chunk(rows, start, listed, known, sequence.first, sequence.slot))
+                known_from = known, sequence.first, sequence.slot
+                asks = sequence.context is not None  # a question over stored documents
+                chunks.append(Chunk(rows, start, listed, *known_from, dense=asks))
             else:
                 where = rows, start, listed, sequence.first, sequence.slot
                 chunks.append(ScatteredChunk.after(sequence.kept, *where))

@@ -136,9 +136,10 @@ def trace_decodes(traces: ListOf[ReadTrace | None], batch: Batch, geometry: Geom
 
 
 def trace_prompt(
-    trace: ReadTrace, chunk: Chunk | ScatteredChunk, length: int, geometry: Geometry
+    trace: ReadTrace, chunk: Chunk | ScatteredChunk, length: int, batch: Batch
 ) -> None:
     """Adds what the last prompt token read, from which the first token is generated."""
+    geometry = batch.cache.geometry
     made = _Distinct(length, trace.packing)
     for index, layer in enumerate(geometry.layers):
         tokens = _recent(length, layer)
@@ -146,6 +147,9 @@ def trace_prompt(
             seen = np.zeros_like(tokens)
             seen[0, chunk.seen[index].cpu().numpy()] = True
             tokens &= seen
+        chosen = batch.last_reads.get((chunk.rows.start, index))
+        if chosen is not None:
+            tokens = Read(chosen.indices.cpu().numpy(), chosen.unit).tokens(0, length)
         made.add(index, partial(np.asarray, tokens))
     trace.add(made.reads())
 

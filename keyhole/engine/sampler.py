@@ -45,8 +45,8 @@ def _parts(logits: Tensor) -> int:
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """The next token of each sequence, int64 [B], and the largest score of each row.
 
-    logits: [B, vocabulary], of any float dtype. The largest score is taken before biases, penalties
-    and filters are applied.
+    A token is -1 where every one is excluded. logits: [B, vocabulary], of any float dtype. The
+    largest score is taken before biases, penalties and filters are applied.
     """
     largest, first = best(logits)
     bound = [(i, s.grammar) for i, s in enumerate(sequences) if s.grammar is not None]
@@ -61,6 +61,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     if drawing:
         rows = _send(drawing, logits)
         tokens[rows] = _draw(logits[rows], [sequences[i] for i in drawing])
+    if bound or changed:
+        tokens = tokens.masked_fill(logits.amax(-1) == float("-inf"), -1)
     return tokens, largest
 
 
@@ -71,7 +73,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     logprobs = logits.float().log_softmax(-1)
     values, ids = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
-    chosen = tokens[:, None]
+    chosen = tokens.clamp(min=0)[:, None]
     return torch.cat([ids, chosen], 1), torch.cat([values, logprobs.gather(1, chosen)], 1)
 
 
@@ -148,7 +150,9 @@ def _banned(row: int, sequence: Sequence) -> _Change:
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Inverse-transform sampling over the sorted, filtered distribution."""
     temperature = _column(sequences, "temperature", logits)
-    temperature = temperature.clamp(min=torch.finfo(logits.dtype).tiny)
+    # Infinite, it would make NaN of the scores of tokens that are excluded.
+    limits = torch.finfo(logits.dtype)
+    temperature = temperature.clamp(limits.tiny, limits.max)
     # The largest becomes 0, so that a tiny temperature makes none infinite.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     logits, order = logits.sort(-1, descending=True)

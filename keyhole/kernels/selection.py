@@ -40,6 +40,10 @@ class Selection:
     unit: int
     low_rank: LowRank | None = None
 
+    def row(self, number: int) -> Selection:
+        """A copy of what one of the sequences attends to."""
+        return Selection(self.indices[number][None].clone(), self.counts[number][None], self.unit)
+
 
 @dataclass(frozen=True)
 class ScoreRequest:

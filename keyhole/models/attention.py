@@ -189,7 +189,7 @@ def _prefill(
     options: dict[str, Any],
 ) -> Tensor:
     """Prompt tokens, query [T, Hq, D], over all before them or what the prefill policy selects."""
-    keys, policy = batch.cache.keys[layer], batch.prefill
+    keys, policy = batch.cache.keys[layer], None if chunk.dense else batch.prefill
     place = (keys, batch.cache.values[layer], chunk.pages, chunk.start)
     if window is not None or policy is None or policy.is_dense(chunk.start, len(query)):
         return kernels.prefill(query, *place, window=window, **options)
@@ -197,6 +197,7 @@ def _prefill(
     blocks = policy.select(layer, PromptChunk(query, keys, chunk.pages, chunk.start, *scoring))
     read, row = blocks.counts.sum(), chunk.rows.start
     batch.blocks_read[row] = batch.blocks_read[row] + read if row in batch.blocks_read else read
+    batch.last_reads[row, layer] = blocks.row(-1)
     return kernels.block_sparse_prefill(query, *place, blocks=blocks, **options)
 
 

@@ -29,7 +29,8 @@ class Chunk:
 
     known: how many of the first ones already have all their side data (0 or 1). first: tokens from
     here on are computed for this sequence; earlier ones come from a cached prefix. slot: the row of
-    the sequence in the policy's data per sequence (`Batch.state`).
+    the sequence in the policy's data per sequence (`Batch.state`). dense: reads everything under a
+    prefill policy, too.
     """
 
     rows: slice
@@ -38,6 +39,7 @@ class Chunk:
     known: int = 0
     first: int = 0
     slot: int = 0
+    dense: bool = False
 
     def on(self, place: torch.device) -> Chunk:
         """The same for layers on another device."""
@@ -146,6 +148,7 @@ class Batch:
     state: the policy's data per sequence, by name; empty where nothing of it is used.
     prefill: what the tokens of `chunks` read; None: everything. blocks_read: with it, by the
     first row of a chunk, the blocks of keys read, summed over layers, blocks of queries and heads.
+    last_reads: by the first row of a chunk and the layer, what its last token read, if not all.
     rope: the rows of sequences beyond the length at which the model's RoPE changes.
     adapters: int64 [T], the number of each row's LoRA adapter, 0 for none; None: no row has one.
     views: with layers on several devices, the step as each sees it, the one in use last.
@@ -174,6 +177,7 @@ class Batch:
     adapters: Tensor | None = None
     prefill: PrefillPolicy | None = None
     blocks_read: dict[int, Tensor] = field(default_factory=dict)
+    last_reads: dict[tuple[int, int], Selection] = field(default_factory=dict)
     views: list[tuple[torch.device, Batch]] = field(default_factory=list)
 
     def at(self, layer: int) -> Batch:

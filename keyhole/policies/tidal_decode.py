@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from keyhole import kernels
 from keyhole.cache.layout import Geometry
 from keyhole.config import require_counts, require_layers_of, setting
+from keyhole.errors import ConfigError
 from keyhole.policies import base
 from keyhole.policies.base import Policy, ScoreRequest, Selection, Selects, Step
 from keyhole.policies.selection_layers import dense, nearest, served, settled
@@ -83,10 +84,24 @@ class TidalDecode(Policy):
         require_counts(self, "token_budget")
         base.always_read(self.sink_size, self.window_size, self.token_budget)
         require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        self._require_alike(geometry)
         layers = self.selection_layers
         layers = default_selection_layers(geometry) if layers is None else layers
         layers = settled("selection_layers", layers, geometry)
         return dataclasses.replace(self, selection_layers=layers)
+
+    def _require_alike(self, geometry: Geometry) -> None:
+        """ConfigError if layers that share a selection have different numbers of its lists."""
+        layouts = [geometry.layers[i] for i in geometry.full_attention]
+        what, counts = "query", {layout.num_query_heads for layout in layouts}
+        if self.share_group:
+            what, counts = "KV", {layout.num_kv_heads for layout in layouts}
+        if len(counts) > 1:
+            raise ConfigError(
+                f"policy {self.name!r} with share_group={self.share_group} makes one selection per "
+                f"{what} head for several layers, but this model's layers have {sorted(counts)} "
+                f"{what} heads; use delta or quest"
+            )
 
     def dense_layers(self, geometry: Geometry) -> tuple[int, ...]:
         """Full layers, selection layers, and those before the first of them."""

@@ -22,8 +22,9 @@ from keyhole import (
 )
 from keyhole.engine import read_trace
 from keyhole.eval.policy_trace import Traced
+from keyhole.models import attention
 from keyhole.models.model import Model
-from keyhole.policies.base import Policy
+from keyhole.policies.base import Policy, Selection
 from tests.checkpoints import make_model
 
 PAGE, LENGTH, NEW = 4, 61, 12
@@ -112,6 +113,26 @@ def test_layers_with_a_window_of_their_own_read_it(tmp_path: Path) -> None:
     for layer in range(llm.engine.geometry.num_layers):
         for share in shares(result, layer):
             assert np.flatnonzero(share).tolist() == list(range(len(share) - 8, len(share)))
+
+
+def test_the_first_token_has_the_blocks_of_its_prompt(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a prefill policy everything was said to be read."""
+    real, chosen = attention.kernels.block_sparse_prefill, []
+
+    def noted(*given: Any, blocks: Selection, **options: Any) -> Any:
+        chosen.append(blocks.indices[-1].tolist())
+        return real(*given, blocks=blocks, **options)
+
+    monkeypatch.setattr(attention.kernels, "block_sparse_prefill", noted)
+    sparse = "xattention:block_size=8,stride=4,min_length=0,mass=0.3"
+    result = LLM(model, page_size=PAGE, prefill_policy=sparse).generate(PROMPT, TRACED)
+    assert len(chosen) == 4
+    for layer, heads in enumerate(chosen):
+        wanted = np.mean([[i // 8 in head for i in range(LENGTH)] for head in heads], 0)
+        assert wanted.min() == 0.0
+        assert np.allclose(shares(result, layer)[0], wanted)
 
 
 @pytest.mark.slow

@@ -170,6 +170,30 @@ def test_bad_words_are_never_generated(model: Model) -> None:
         llm.generate("hello", SamplingParams(logprobs=100000))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_everything_is_forbidden_nothing_is_generated(
+    model: Model, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler took the first token, a forbidden one or not."""
+    llm = LLM(model)
+    forward, some = llm.engine.model.network.lm_head.forward, [0, 4]
+
+    def masked(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = forward(hidden)
+        return torch.full_like(logits, float("-inf")).index_copy(
+            -1, torch.tensor(some), logits[..., some]
+        )
+
+    monkeypatch.setattr(llm.engine.model.network.lm_head, "forward", masked)
+    params = SamplingParams(max_tokens=9, temperature=temperature, ignore_eos=True)
+    early = dataclasses.replace(params, stop_token_ids=some, min_tokens=2)
+    with pytest.raises(RequestError, match="bad_words and min_tokens leave no token"):
+        llm.generate("hello", early)
+    assert not llm.engine.has_work
+    one = dataclasses.replace(early, stop_token_ids=(4,), max_tokens=2)
+    assert llm.generate("hello", one).token_ids == [0, 0]
+
+
 def test_completions_share_their_prompt_and_have_seeds_in_a_row(model: Model) -> None:
     llm = LLM(model, page_size=8, max_batch=3)
     several = SamplingParams(n=4, max_tokens=9, temperature=1.0, seed=11, ignore_eos=True)
@@ -274,6 +298,15 @@ def test_the_smallest_settings_leave_the_most_likely_token(settings: dict[str, f
     logits = 5 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
     one = sequence(**{"temperature": 1.0} | settings)
     assert all(sample(logits, [one])[0][0] == logits.argmax() for _ in range(20))
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300])
+def test_the_largest_temperature_takes_no_excluded_token(temperature: float) -> None:
+    """It was infinite in float32, and the scores of such tokens NaN, which is the largest."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits[0, 5:] = float("-inf")
+    one = sequence(temperature=temperature, seed=1)
+    assert {int(sample(logits, [one])[0][0]) for _ in range(60)} == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("top_k", [1, 5, VOCAB])

@@ -97,6 +97,18 @@ def test_in_blocks_of_a_chunk_and_of_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert_exact("glm_moe_dsa", sequences)
 
 
+def test_a_trace_has_what_the_indexer_selected_for_the_prompt_too() -> None:
+    """The first token was said to have read the whole prompt."""
+    engine = engine_of("glm_moe_dsa")
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, trace=True)
+    sequence = engine.add(texts()[2][0], params)
+    run(engine)
+    for read in sequence.reads or ():
+        for layer in range(engine.geometry.num_layers):
+            assert read.shares(layer).sum() == TOPK
+    assert len(sequence.reads or ()) == 3
+
+
 def test_with_cached_prefixes() -> None:
     """The keys of the indexer are shared and copied with the page that they are in."""
     engine = engine_of("deepseek_v32", prefix_cache=True)

@@ -24,6 +24,7 @@ from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
+from keyhole.retrieval.gate import SeerGate
 from tests.checkpoints import make_model
 from tests.policies.models import with_head
 from tests.policies.recording import (
@@ -445,17 +446,34 @@ def test_a_wrong_budget_is_refused(name: str, gqa: Model, wrong: object) -> None
         make_engine(gqa, make(name, {"token_budget": wrong}))
 
 
-@pytest.mark.parametrize("name", ["infllm", "r_kv", "snapkv"])
-def test_layers_with_other_numbers_of_query_heads(name: str) -> None:
-    """Laguna has a number for each layer; what these keep per query head had one for all."""
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Laguna has a number of query heads for each layer."""
     config = CONFIG_MAPPING["laguna"](
         num_attention_heads_per_layer=[48, 64] * 20, layer_types=["full_attention"] * 40
     )
     model = adopt(random_model(shrink(config)), device="cpu")
+    model.gate = tmp_path_factory.mktemp("uneven") / "gate"
+    SeerGate.random(model.geometry(PAGE)).save_pretrained(model.gate)
+    return model
+
+
+@pytest.mark.parametrize("name", ["infllm", "r_kv", "snapkv", "seer_attention_r"])
+def test_layers_with_other_numbers_of_query_heads(name: str, uneven: Model) -> None:
+    """What these keep per query head had one number for all layers."""
     prompt, given = list(range(3, 40)), [7, 50, 9]
-    dense = forced_logits(model, make_policy("full"), prompt, given)
-    found = forced_logits(model, make_policy(name, LARGE), prompt, given)
+    dense = forced_logits(uneven, make_policy("full"), prompt, given)
+    found = forced_logits(uneven, make_policy(name, LARGE), prompt, given)
     assert (found - dense).abs().max() < 1e-4 * dense.std()
+    if name == "seer_attention_r":  # its gate reads queries where the budget is smaller
+        forced_logits(uneven, make_policy(name, {"token_budget": 2 * PAGE}), prompt, given)
+
+
+def test_a_selection_per_query_head_needs_layers_with_as_many(uneven: Model) -> None:
+    """Python crashed: a layer read the lists of more heads than the selection had."""
+    make_engine(uneven, make_policy("tidal_decode"))
+    with pytest.raises(ConfigError, match=r"layers have \[48, 64\] query heads; use delta or"):
+        make_engine(uneven, make_policy("tidal_decode", {"share_group": False}))
 
 
 def test_an_unknown_setting_is_refused_by_name(name: str) -> None:

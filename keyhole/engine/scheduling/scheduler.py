@@ -228,7 +228,9 @@ class Scheduler:
 
         Adds the pages to be copied for it to `copies`.
         """
-        at_once = sequence.under.policy.dense and not sequence.given
+        # Generated tokens are no prompt, which a prefill policy may approximate.
+        is_exact = sequence.under.policy.dense and self._config.prefill_policy is None
+        at_once = is_exact and not sequence.given
         sequence.prefill_end = len(sequence.tokens) if at_once else sequence.num_prompt
         if sequence.filling is None:
             self.pages.reuse(sequence, copies)

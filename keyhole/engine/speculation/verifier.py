@@ -91,12 +91,13 @@ class Verifier:
                 ids, values = best[0][i], best[1][i]
                 shown = [*range(sequence.params.logprobs), -1]
                 sequence.logprobs.append({ids[j]: values[j] for j in shown})
-            sequence.token_times.append(now)
-            sequence.tokens.append(token)
-            if sequence.grammar is not None and not sequence.grammar.accept(token):
-                sequence.error = RequestError(_not_allowed(sequence))
+            grammar = sequence.grammar
+            if token < 0 or (grammar is not None and not grammar.accept(token)):
+                sequence.error = RequestError(_nothing_left(sequence))
                 self.finish(sequence, "error")
                 continue
+            sequence.token_times.append(now)
+            sequence.tokens.append(token)
             self._end_if_done(sequence, token)
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
@@ -120,10 +121,11 @@ def _keep_logits(rows: Mapping[Sequence, int], logits: Tensor) -> None:
             sequence.logits.append(logits[row].to("cpu", torch.float32, copy=True))
 
 
-def _not_allowed(sequence: Sequence) -> str:
-    """Why a sequence has no token that its grammar allows."""
-    assert sequence.grammar is not None
-    place = len(sequence.tokens) - 1
+def _nothing_left(sequence: Sequence) -> str:
+    """Why a sequence has no next token."""
+    place = len(sequence.tokens)
+    if sequence.grammar is None:
+        return f"bad_words and min_tokens leave no token of this model after {place} tokens"
     if not sequence.grammar.allows_any:
         return f"the grammar allows no token of this model after {place} tokens"
     by = "bad_words forbid" if sequence.bad_ids else "the model's scores rule out"

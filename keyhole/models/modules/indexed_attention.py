@@ -143,6 +143,7 @@ def attend(
             tables = table.expand(len(lengths), -1)
             paged = PagedQuery(query[part], keys, values, tables, lengths)
             parts.append(kernels.attend(paged, selection=selection, **options))
+        batch.last_reads[chunk.rows.start, layer] = blocks[-1][1].row(-1)
     return parts
 
 

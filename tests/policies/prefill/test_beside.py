@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, BloomConfig, MptConfig
 
 from keyhole import LLM, SamplingParams, exactness_gate
+from keyhole.models.loading import adopt
 from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import make_policy
@@ -64,6 +65,21 @@ def test_alibi_and_recurrent_layers(family: str) -> None:
     assert found.isfinite().all()
 
 
+def test_the_share_counts_the_heads_of_each_layer() -> None:
+    """It counted as many for each as the layer with the most has."""
+    config = CONFIG_MAPPING["laguna"](
+        num_attention_heads_per_layer=[48, 64] * 20, layer_types=["full_attention"] * 40
+    )
+    engine = make_engine(
+        adopt(random_model(shrink(config)), device="cpu"),
+        make_policy(None),
+        prefill_policy=EVERYTHING,
+    )
+    request = forced(engine, PROMPT, GIVEN)
+    run(engine)
+    assert request.stats().prompt_attended_fraction == 1.0
+
+
 @pytest.fixture(scope="module")
 def llama() -> Model:
     return twins("llama")[0]
@@ -99,6 +115,23 @@ def test_proposed_tokens_are_checked_against_the_same_prompt(llama: Model) -> No
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("method", ["reuse", "sam_kv:block_size=8"])
+def test_a_question_over_stored_documents_reads_everything(
+    llama: Model, tmp_path: Path, method: str
+) -> None:
+    """Where every token of the documents was kept, it read selected blocks."""
+    found = []
+    for text in (None, HALF):
+        llm = LLM(llama, page_size=4, memory="16MiB", documents=tmp_path, prefill_policy=text)
+        if text is None:
+            llm.documents.add("a", {"prompt_token_ids": PROMPT}, block_size=8)
+        params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=5, ignore_eos=True)
+        question = {"prompt_token_ids": prompt(30, 1)}
+        found.append(llm.ask(question, ["a"], reuse=method, params=params))
+    assert found[0].logprobs == found[1].logprobs
+    assert found[1].stats.prompt_attended_fraction is None
+
+
 def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None:
     engine = make_engine(llama, make_policy(None), prefill_policy=HALF, prefill_chunk=CHUNK)
     first = forced(engine, PROMPT, GIVEN)
@@ -112,18 +145,19 @@ def test_the_same_prompt_again_comes_from_the_prefix_cache(llama: Model) -> None
     assert (torch.stack(again.logits)[1:] - torch.stack(first.logits)[1:]).abs().max() < 1.0
 
 
-@pytest.mark.slow
-def test_a_preempted_request_computes_its_prompt_again(llama: Model) -> None:
+@pytest.mark.parametrize(
+    ("text", "same", "chunk"),
+    [pytest.param(EVERYTHING, None, CHUNK, marks=pytest.mark.slow), (HALF, HALF, 1024)],
+)
+def test_a_preempted_request_computes_its_prompt_again(
+    llama: Model, text: str, same: str | None, chunk: int
+) -> None:
+    """And no more than that as a prompt: generated tokens went on to read selected blocks."""
     probe = make_engine(llama, make_policy(None))
-    settings: dict[str, Any] = {"prefill_chunk": CHUNK, "prefix_cache": False}
-    tight = make_engine(
-        llama,
-        make_policy(None),
-        prefill_policy=EVERYTHING,
-        memory=34 * probe.cache.page_bytes,
-        **settings,
-    )
-    roomy = make_engine(llama, make_policy(None), **settings)
+    settings: dict[str, Any] = {"prefill_chunk": chunk, "prefix_cache": False}
+    memory = 34 * probe.cache.page_bytes
+    tight = make_engine(llama, make_policy(None), prefill_policy=text, memory=memory, **settings)
+    roomy = make_engine(llama, make_policy(None), prefill_policy=same, **settings)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     texts = [prompt(41), prompt(23), prompt(31)]
     wanted = [roomy.add(text, params) for text in texts]
