@@ -189,7 +189,9 @@ class Answer:
             data = token_bytes(tokenizer, token, shown)
             return {"token": shown, "logprob": value, "bytes": list(data)}
 
-        pairs = list(zip(tokens, found, strict=False))
+        # JSON has no infinity; -9999 is what OpenAI's API has for a token that cannot occur.
+        listed = [{token: max(value, -9999.0) for token, value in best.items()} for best in found]
+        pairs = list(zip(tokens, listed, strict=False))
         if self.is_chat:
             # A chosen token that is not among the most likely is the last, beyond their number.
             most = self.top_logprobs

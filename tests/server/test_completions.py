@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from keyhole import LLM, SamplingParams
+from keyhole.server.answers import Answer
 from tests.checkpoints import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -295,3 +297,9 @@ def until(reached: Any) -> None:
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_a_token_that_cannot_occur_has_the_lowest_logprob_of_the_api() -> None:
+    answer = Answer("chat.completion", "tiny", top_logprobs=2)
+    found = answer._logprobs(0, [3], [{3: -0.5, 4: -math.inf}])
+    assert '"logprob": -9999.0' in json.dumps(found, allow_nan=False)
