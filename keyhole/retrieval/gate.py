@@ -133,7 +133,7 @@ def _shapes(geometry: Geometry) -> dict[int, tuple[int, int, int]]:
     found = {}
     for place in geometry.full_attention:
         layout = geometry.layers[place]
-        group = geometry.num_query_heads // layout.num_kv_heads
+        group = layout.num_query_heads // layout.num_kv_heads
         found[numbers[place]] = (layout.num_kv_heads, group, layout.key_dim)
     return found
 

@@ -24,6 +24,7 @@ from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
 from keyhole.policies.base import Policy
+from keyhole.retrieval.gate import SeerGate
 from tests.checkpoints import make_model
 from tests.policies.models import with_head
 from tests.policies.recording import (
@@ -445,13 +446,15 @@ def test_a_wrong_budget_is_refused(name: str, gqa: Model, wrong: object) -> None
         make_engine(gqa, make(name, {"token_budget": wrong}))
 
 
-@pytest.mark.parametrize("name", ["infllm", "r_kv", "snapkv"])
-def test_layers_with_other_numbers_of_query_heads(name: str) -> None:
+@pytest.mark.parametrize("name", ["infllm", "r_kv", "seer_attention_r", "snapkv"])
+def test_layers_with_other_numbers_of_query_heads(name: str, tmp_path: Path) -> None:
     """Laguna has a number for each layer; what these keep per query head had one for all."""
     config = CONFIG_MAPPING["laguna"](
         num_attention_heads_per_layer=[48, 64] * 20, layer_types=["full_attention"] * 40
     )
     model = adopt(random_model(shrink(config)), device="cpu")
+    model.gate = tmp_path / "gate"
+    SeerGate.random(model.geometry(1)).save_pretrained(model.gate)
     prompt, given = list(range(3, 40)), [7, 50, 9]
     dense = forced_logits(model, make_policy("full"), prompt, given)
     found = forced_logits(model, make_policy(name, LARGE), prompt, given)
