@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.errors import ModelError
+from keyhole.models import families
 from keyhole.retrieval.config import HeadConfig
 
 
@@ -35,19 +36,16 @@ class Target:
         config: Any = network.config
         embed: Any = network.get_input_embeddings()  # type: ignore[operator]
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-        if config.model_type == "gpt_bigcode":  # a field of its own
-            kv_heads = 1 if config.multi_query else heads
-        else:
-            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        first = families.layouts(config)[0]
         ropes = getattr(config, "rope_parameters", None) or {}
         return cls(
             vocab_size=int(config.vocab_size),
             hidden_size=hidden,
             num_layers=int(config.num_hidden_layers),
             num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=heads if first.shared_values else first.num_kv_heads,  # MLA has no groups
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-            max_length=int(config.max_position_embeddings),
+            max_length=families.max_length(config, families.rope_lengths(config))[0],
             rope_theta=float(ropes.get("rope_theta") or 10000.0),  # Llama's default
             embedding=embed.weight.detach(),
         )
