@@ -170,10 +170,12 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
     shard.unlink()
     with pytest.raises(ModelError, match=rf"{shard.name} is missing: download it"):
         load(checkpoint)
-    (checkpoint / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
-        load(checkpoint)
-    (checkpoint / "model.safetensors.index.json").unlink()
+    index = checkpoint / "model.safetensors.index.json"
+    for damaged in ("[]", json.dumps({"weight_map": {}})):
+        index.write_text(damaged)
+        with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
+            load(checkpoint)
+    index.unlink()
     with pytest.raises(ModelError, match=r"index\.json is missing: download it"):
         load(checkpoint)
 
