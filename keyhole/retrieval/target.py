@@ -36,7 +36,7 @@ class Target:
         config: Any = network.config
         embed: Any = network.get_input_embeddings()  # type: ignore[operator]
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-        first = families.layouts(config)[0]
+        first, own = families.layouts(config)[0], families.of_layer(config, 0)
         ropes = getattr(config, "rope_parameters", None) or {}
         return cls(
             vocab_size=int(config.vocab_size),
@@ -44,7 +44,7 @@ class Target:
             num_layers=int(config.num_hidden_layers),
             num_heads=heads,
             num_kv_heads=heads if first.shared_values else first.num_kv_heads,  # MLA has no groups
-            head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+            head_dim=int(getattr(own, "head_dim", None) or hidden // heads),
             max_length=families.max_length(config, families.rope_lengths(config))[0],
             rope_theta=float(ropes.get("rope_theta") or 10000.0),  # Llama's default
             embedding=embed.weight.detach(),
