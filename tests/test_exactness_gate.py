@@ -153,6 +153,28 @@ def test_hidden_shapes_are_exact(shape: str) -> None:
     assert found.exact, found.reason
 
 
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phimoe", {"sliding_window": 131072}),
+        (
+            "minicpm3",
+            {
+                "rope_parameters": _LONGROPE
+                | dict.fromkeys(("short_factor", "long_factor"), [2] * 16)
+            },
+        ),
+    ],
+)
+def test_fields_of_published_models_are_exact(family: str, fields: dict[str, Any]) -> None:
+    """PhiMoE has its window in the mask alone, MiniCPM3 LongRoPE with MLA: both were refused."""
+    found = measure(CONFIG_MAPPING[family](**fields))
+    assert found.exact, found.reason
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["bloom", "falcon", "gpt_neo", "gptj", "mpt", "xglm"])
 def test_families_with_attention_of_their_own_load_from_a_folder(

@@ -263,19 +263,20 @@ def _shrink_heads(config: Any) -> None:
     small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
     small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
     rope_dim = getattr(config, "qk_rope_head_dim", None)
-    _shrink_rope(config, own_dim or config.hidden_size // heads)
+    rotated = own_dim is not None and own_dim == rope_dim  # MLA: the dimension of RoPE
+    small_dim = _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM
+    _shrink_rope(config, own_dim or config.hidden_size // heads, small_dim)
     _set(config, "num_attention_heads", small_heads)
     _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
     if kv_name in vars(config):
         _set(config, kv_name, small_kv)
-    if "head_dim" in vars(config):  # MLA: the dimension of RoPE
-        rotated = own_dim is not None and own_dim == rope_dim
-        _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)
+    if "head_dim" in vars(config):
+        _set(config, "head_dim", small_dim)
     if rope_dim is not None and hasattr(config, "qk_head_dim"):
         _set(config, "qk_head_dim", _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"])
 
 
-def _shrink_rope(config: Any, old_dim: int) -> None:
+def _shrink_rope(config: Any, old_dim: int, small_dim: int) -> None:
     """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs.
 
     The rotated part of a head keeps about its share, in whole pairs.
@@ -289,7 +290,7 @@ def _shrink_rope(config: Any, old_dim: int) -> None:
                 config.partial_rotary_factor = rope["partial_rotary_factor"]
         for name in ("short_factor", "long_factor"):
             if rope.get(name) is not None:
-                pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
+                pairs = max(len(rope[name]) * small_dim // old_dim, 1)
                 rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
 
 
