@@ -60,6 +60,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "layers that read the keys of an earlier one": ("gemma4_text", {"num_kv_shared_layers": 10}),
+    "full layers with fewer KV heads": (
+        "gemma4_text",
+        {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+    ),
     "Falcon's groups, with two norms": (
         "falcon",
         {
@@ -145,6 +149,28 @@ def test_it_is_exact(family: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hidden_shapes_are_exact(shape: str) -> None:
     family, fields = SHAPES[shape]
+    found = measure(CONFIG_MAPPING[family](**fields))
+    assert found.exact, found.reason
+
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phimoe", {"sliding_window": 131072}),
+        (
+            "minicpm3",
+            {
+                "rope_parameters": _LONGROPE
+                | dict.fromkeys(("short_factor", "long_factor"), [2] * 16)
+            },
+        ),
+    ],
+)
+def test_fields_of_published_models_are_exact(family: str, fields: dict[str, Any]) -> None:
+    """PhiMoE has its window in the mask alone, MiniCPM3 LongRoPE with MLA: both were refused."""
     found = measure(CONFIG_MAPPING[family](**fields))
     assert found.exact, found.reason
 
@@ -325,10 +351,12 @@ def test_a_users_network_keeps_its_classes(family: str) -> None:
 
 
 def test_layers_of_a_small_model_are_of_all_kinds() -> None:
-    small = shrink(CONFIG_MAPPING["gemma4_text"]())
+    """Gemma 4's 31B was refused: the KV heads that a layer has for itself were not read."""
+    fewer = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    small = shrink(CONFIG_MAPPING["gemma4_text"](**fewer))
     layers = families.layouts(small)
     assert {layer.window for layer in layers} == {None, 8}
-    assert {layer.key_dim for layer in layers} == {16, 32}
+    assert {(layer.key_dim, layer.num_kv_heads) for layer in layers} == {(16, 2), (32, 1)}
 
 
 def test_chunks_must_be_whole_pages(tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ _STREAMS, _IN_MLP, _IN_ATTENTION = 2, 3, 3
 def step_numbers(config: Any) -> int:
     """Peak live activations of a layer, per token of a step; an estimate."""
     hidden = int(config.hidden_size)
-    heads = int(config.num_attention_heads) + 2 * kv_heads(config)
+    queries = max(layout.num_query_heads for layout in families.layouts(config))
+    heads = queries + 2 * kv_heads(config)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     width = getattr(config, "moe_intermediate_size", None) or _intermediate(config)
     mlp = max(experts * int(width), _intermediate(config))
@@ -226,7 +227,8 @@ def kv_heads(config: Any) -> int:
     """Hkv, the number of KV heads."""
     if config.model_type == "gpt_bigcode":
         return 1 if config.multi_query else int(config.num_attention_heads)
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    first = families.of_layer(config, 0)
+    return int(getattr(first, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _intermediate(config: Any) -> int:

@@ -105,7 +105,7 @@ def check(config: Any, name: str) -> None:
             "has a class for the language model alone"
         )
     for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
-        _check_sizes(_of_layer(config, layer), name)
+        _check_sizes(of_layer(config, layer), name)
     if not attention_layers(config):
         only = ", ".join(sorted(set(_kinds(config) or ())))
         raise ModelError(
@@ -162,7 +162,7 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     return tuple(
         _layout(
             config,
-            _of_layer(config, layer),
+            of_layer(config, layer),
             heads if per_layer is None else int(per_layer[layer]),
             windows[layer],
             kinds is not None and kinds[layer] in _CHUNKED,
@@ -199,7 +199,7 @@ def head_dim(config: Any) -> int:
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
-def _of_layer(config: Any, layer: int) -> Any:
+def of_layer(config: Any, layer: int) -> Any:
     """The sizes of one layer: the config itself, or its part for this layer."""
     return config.per_layer_config[layer] if _varies(config) else config
 

@@ -398,10 +398,12 @@ def _without_report() -> Iterator[None]:
 
 
 def _eos(network: Any, config: Any) -> frozenset[int]:
+    """The end tokens that the model can generate; some configs say -1 for none."""
     found = network.generation_config.eos_token_id
     found = getattr(config, "eos_token_id", None) if found is None else found
     found = [] if found is None else found
-    return frozenset([found] if isinstance(found, int) else found)
+    found = [found] if isinstance(found, int) else found
+    return frozenset(end for end in found if 0 <= end < int(config.vocab_size))
 
 
 def _require_dtype(dtype: torch.dtype | None, name: str) -> None:

@@ -78,7 +78,8 @@ def text_part(config: Any) -> Any:
     if isinstance(getattr(text, "quantization_config", None), dict):
         text.quantization_config = _renamed(text.quantization_config)
     # The whole model's class decides whether its head is tied.
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    if hasattr(config, "tie_word_embeddings"):
+        text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 

@@ -116,9 +116,9 @@ def shrink(config: Any) -> Any:
             setattr(small, name, [value[i] for i in kept])
     _set(small, "num_hidden_layers", len(kept))
     _shrink_sharing(config, small, kept)
-    own = _own_sizes(config, kept)
     ratio = _value_heads(small)
     _shrink_heads(small)
+    own = _own_sizes(config, small, kept)
     for name, size in _SIZES.items():
         value = getattr(small, name, None)
         if value is not None:
@@ -233,15 +233,18 @@ def _shrink_dbrx(config: Any) -> None:
         _set(experts, "moe_top_k", min(experts.moe_top_k, 2))
 
 
-def _own_sizes(config: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
-    """Sizes of heads that single layers have for themselves, with the ratio that they had."""
+def _own_sizes(config: Any, small: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
+    """Sizes and numbers of heads that single layers have for themselves, in about their ratio."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
-    usual = vars(config)["head_dim"]
-    dims = {i: config.per_layer_config[layer].head_dim for i, layer in enumerate(kept)}
-    return {
-        i: {"head_dim": max(_HEAD_DIM * dim // usual, 8)} for i, dim in dims.items() if dim != usual
-    }
+    found: dict[int, dict[str, Any]] = {}
+    for name, least in (("head_dim", 8), ("num_key_value_heads", 1)):
+        usual, scaled = vars(config)[name], vars(small)[name]
+        for i, layer in enumerate(kept):
+            value = getattr(config.per_layer_config[layer], name)
+            if value != usual:
+                found.setdefault(i, {})[name] = max(scaled * value // usual, least)
+    return found
 
 
 def _shrink_heads(config: Any) -> None:
@@ -253,25 +256,27 @@ def _shrink_heads(config: Any) -> None:
         )
     heads = int(config.num_attention_heads)
     kv_name = "num_kv_heads" if config.model_type == "falcon" else "num_key_value_heads"
-    kv_heads = int(getattr(config, kv_name, None) or heads)
+    # Where layers differ, the config refuses to name one number of all.
+    kv_heads = int(vars(config).get(kv_name) or getattr(config, kv_name, None) or heads)
     own_dim = vars(config).get("head_dim")
     square = own_dim is None or own_dim * heads == config.hidden_size
     small_kv = min(kv_heads, _MAX_KV_HEADS) if kv_heads < heads else min(heads, 4)
     small_heads = small_kv * min(heads // kv_heads, _MAX_GROUP)
     rope_dim = getattr(config, "qk_rope_head_dim", None)
-    _shrink_rope(config, own_dim or config.hidden_size // heads)
+    rotated = own_dim is not None and own_dim == rope_dim  # MLA: the dimension of RoPE
+    small_dim = _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM
+    _shrink_rope(config, own_dim or config.hidden_size // heads, small_dim)
     _set(config, "num_attention_heads", small_heads)
     _set(config, "hidden_size", small_heads * _HEAD_DIM if square else 48)
     if kv_name in vars(config):
         _set(config, kv_name, small_kv)
-    if "head_dim" in vars(config):  # MLA: the dimension of RoPE
-        rotated = own_dim is not None and own_dim == rope_dim
-        _set(config, "head_dim", _SIZES["qk_rope_head_dim"] if rotated else _HEAD_DIM)
+    if "head_dim" in vars(config):
+        _set(config, "head_dim", small_dim)
     if rope_dim is not None and hasattr(config, "qk_head_dim"):
         _set(config, "qk_head_dim", _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"])
 
 
-def _shrink_rope(config: Any, old_dim: int) -> None:
+def _shrink_rope(config: Any, old_dim: int, small_dim: int) -> None:
     """Factors per pair of numbers (LongRoPE's): as many as the small head has pairs.
 
     The rotated part of a head keeps about its share, in whole pairs.
@@ -285,7 +290,7 @@ def _shrink_rope(config: Any, old_dim: int) -> None:
                 config.partial_rotary_factor = rope["partial_rotary_factor"]
         for name in ("short_factor", "long_factor"):
             if rope.get(name) is not None:
-                pairs = max(len(rope[name]) * _HEAD_DIM // old_dim, 1)
+                pairs = max(len(rope[name]) * small_dim // old_dim, 1)
                 rope[name] = (rope[name] * _HEAD_DIM)[:pairs]
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from keyhole.errors import ModelError
 from keyhole.retrieval.config import HeadConfig
 
+#: Positions of Bloom, which names no longest sequence.
+_ALIBI_LENGTH = 65536
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -35,10 +38,13 @@ class Target:
         config: Any = network.config
         embed: Any = network.get_input_embeddings()  # type: ignore[operator]
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+        # Where layers differ, the config refuses to name one size of all.
+        own = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
         if config.model_type == "gpt_bigcode":  # a field of its own
             kv_heads = 1 if config.multi_query else heads
         else:
-            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            kv_heads = int(getattr(own, "num_key_value_heads", None) or heads)
+        length = getattr(config, "max_seq_len", _ALIBI_LENGTH)  # MPT's field
         ropes = getattr(config, "rope_parameters", None) or {}
         return cls(
             vocab_size=int(config.vocab_size),
@@ -46,8 +52,8 @@ class Target:
             num_layers=int(config.num_hidden_layers),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-            max_length=int(config.max_position_embeddings),
+            head_dim=int(getattr(own, "head_dim", None) or hidden // heads),
+            max_length=int(getattr(config, "max_position_embeddings", length)),
             rope_theta=float(ropes.get("rope_theta") or 10000.0),  # Llama's default
             embedding=embed.weight.detach(),
         )

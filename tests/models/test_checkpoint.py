@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, OPTConfig
 
 from keyhole.errors import ModelError, UnknownNameError
 from keyhole.models import checkpoint, families
@@ -53,6 +53,14 @@ def test_layers_weights_and_length_are_those_of_transformers(kind: str, tmp_path
     assert ours.num_query_heads == theirs.num_attention_heads
     assert ours.num_parameters == _numel(make_network(theirs))
     assert ours.counted_from == "the config"
+
+
+def test_layers_with_their_own_number_of_kv_heads_are_read(tmp_path: Path) -> None:
+    """The plan for Gemma 4's 31B ended in a traceback."""
+    fewer = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    config = Gemma4TextConfig(num_hidden_layers=6, **fewer)
+    found = checkpoint.read(folder(tmp_path / "model", json.loads(config.to_json_string())))
+    assert [layer.num_kv_heads for layer in found.layers] == [4] * 5 + [2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -147,6 +147,12 @@ def test_several_end_tokens_all_end(tmp_path: Path) -> None:
     assert result.finish_reason == "stop"
 
 
+def test_end_tokens_that_the_model_lacks_are_none(checkpoint: Path) -> None:
+    """-1 means none in some configs; a request with a grammar ended in a ValueError."""
+    edit(checkpoint / "generation_config.json", eos_token_id=[-1, 2, 5000])
+    assert load(checkpoint).eos_token_ids == {2}
+
+
 def in_shards(checkpoint: Path) -> list[Path]:
     """The checkpoint's weights in several files."""
     network = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -170,10 +176,12 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint: Path) -> None:
     shard.unlink()
     with pytest.raises(ModelError, match=rf"{shard.name} is missing: download it"):
         load(checkpoint)
-    (checkpoint / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
-        load(checkpoint)
-    (checkpoint / "model.safetensors.index.json").unlink()
+    index = checkpoint / "model.safetensors.index.json"
+    for damaged in ("[]", json.dumps({"weight_map": {}})):
+        index.write_text(damaged)
+        with pytest.raises(ModelError, match=r"index\.json is damaged: download it again"):
+            load(checkpoint)
+    index.unlink()
     with pytest.raises(ModelError, match=r"index\.json is missing: download it"):
         load(checkpoint)
 

@@ -201,6 +201,11 @@ def test_a_model_without_a_class_for_its_text_is_refused(tmp_path: Path) -> None
         LLM(tmp_path, device="cpu")
 
 
+def test_a_text_whose_config_says_nothing_of_a_tied_head() -> None:
+    """Inkling's ended in an AttributeError, where its kind of attention is refused."""
+    assert text_part(CONFIG_MAPPING["inkling_mm_model"]()).model_type == "inkling_text"
+
+
 def test_a_model_that_reads_the_prompt_in_both_directions_is_no_text_model() -> None:
     config = CONFIG_MAPPING["paligemma"]()
     assert text_part(config) is config

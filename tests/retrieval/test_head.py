@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma4TextConfig
 
 from keyhole.errors import ConfigError, ModelError
 from keyhole.retrieval.head import RetrievalHead
+from keyhole.retrieval.target import Target
 from tests.disks import files_at_most
 from tests.retrieval.drafts import edit, make_draft, make_target, reconfigure
 
@@ -86,6 +88,20 @@ def test_a_random_head_has_the_shape_of_its_target(kind: str, inputs: str, tmp_p
     assert query.shape == (256, head.config.num_heads, head.config.head_dim)
     assert key.shape == (256, head.config.num_kv_heads, head.config.head_dim)
     assert 0.8 < query.std() < 1.25
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads", "length"),
+    [
+        (BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=32), 2, 65536),
+        (Gemma4TextConfig(num_hidden_layers=6), 4, 131072),
+    ],
+)
+def test_targets_with_fields_of_their_own(config: Any, kv_heads: int, length: int) -> None:
+    """Bloom's and Gemma 4's ended in an AttributeError."""
+    with torch.device("meta"):
+        target = Target.of(AutoModelForCausalLM.from_config(config))
+    assert (target.num_kv_heads, target.max_length) == (kv_heads, length)
 
 
 def test_random_heads_differ_by_their_seed(target: Any) -> None:

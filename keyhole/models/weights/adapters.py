@@ -81,11 +81,14 @@ def _unshare(adapted: Any) -> None:
     """Gives repeated layers a weight each: peft adds to it in place, once for each of them."""
     seen: set[int] = set()
     for module in adapted.modules():
-        base = module.get_base_layer() if hasattr(module, "lora_A") else None
-        if base is not None and id(base.weight) in seen:
-            base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-        elif base is not None:
-            seen.add(id(base.weight))
+        if not hasattr(module, "lora_A"):
+            continue
+        # Of experts in one tensor, peft adapts a parameter of another name.
+        base, name = module.get_base_layer(), getattr(module, "parameter_name", "weight")
+        weight = getattr(base, name)
+        if id(weight) in seen:
+            setattr(base, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+        seen.add(id(weight))
 
 
 def _untie(network: Any) -> bool:

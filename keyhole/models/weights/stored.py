@@ -202,8 +202,9 @@ def damage(folder: Path) -> str | None:
     index = folder / _INDEX
     if index.is_file():
         try:
-            listed = json.loads(index.read_text())["weight_map"]
-            files = [folder / name for name in sorted(set(listed.values()))]
+            listed = json.loads(index.read_text())
+            files = [folder / name for name in sorted(set(listed["weight_map"].values()))]
+            listed["metadata"]  # transformers reads it, too
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"{_INDEX} is damaged: download it again"
     elif any(folder.glob(_PARTS)) and not (folder / _WHOLE).is_file():

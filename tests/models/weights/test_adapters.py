@@ -291,6 +291,14 @@ def test_repeated_layers_are_merged_apart(folders: dict[str, Path], tmp_path: Pa
     assert_merged_as_in_peft(adapted, tmp_path / "adapter")
 
 
+def test_experts_in_one_tensor_are_merged(tmp_path: Path) -> None:
+    """Loading ended in an AttributeError: the module of such experts has no `weight`."""
+    network = AutoModelForCausalLM.from_pretrained(make_model("deepseek_v3", tmp_path))
+    config = lora("gate_proj", "up_proj", "down_proj", init_lora_weights=False)
+    adapted = peft.get_peft_model(network, config).eval()
+    assert_merged_as_in_peft(adapted, tmp_path / "adapter")
+
+
 def test_an_adapter_that_peft_cannot_merge_is_refused(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
