@@ -61,8 +61,9 @@ class UnknownNameError(ConfigError, LookupError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        folded = {one.casefold(): one for one in known}
+        near = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
+        hint = f"; did you mean {folded[near[0]]!r}?" if near else ""
         super().__init__(f"unknown {kind} {name!r}{hint} (known: {', '.join(known) or 'none'})")
 
 

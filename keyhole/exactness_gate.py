@@ -185,11 +185,12 @@ def require_family(family: str) -> None:
 def measure_family(family: str) -> Exactness:
     """The verdict of a family's default config; UnknownNameError for an unknown `model_type`."""
     require_family(family)
-    try:
-        config = text_part(CONFIG_MAPPING[family](**_EXAMPLES.get(family, {})))
-    except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
-        return Exactness(family, None, f"its default config fails: {one_line(failed)}")
-    verdict, _ = _known(config, family)
+    with _quiet():
+        try:
+            config = text_part(CONFIG_MAPPING[family](**_EXAMPLES.get(family, {})))
+        except Exception as failed:  # noqa: BLE001 - a config that cannot stand alone
+            return Exactness(family, None, f"its default config fails: {one_line(failed)}")
+        verdict, _ = _known(config, family)
     return dataclasses.replace(verdict, family=family)
 
 

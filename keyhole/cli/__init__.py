@@ -63,14 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, leftover = build_parser(read_config(given)).parse_known_args(given)
         check_leftover(arguments, leftover)
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()  # where the output cannot be written, this is an error of the command
+        return status
     except KeyholeError as error:
         if "--debug" in given:
             traceback.print_exc()
         terminal.error(str(error))
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `keyhole generate | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a disk that is full, a folder that is gone
         if "--debug" in given:
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    finally:
+        terminal.drop_unwritable()
 
 
 def _modules() -> dict[str, Any]:

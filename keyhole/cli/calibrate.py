@@ -31,7 +31,7 @@ from keyhole.config import (
     require_layers_of,
     setting,
 )
-from keyhole.errors import ConfigError, UnknownNameError
+from keyhole.errors import ConfigError, RequestError, UnknownNameError
 from keyhole.policies.delta import Delta
 from keyhole.policies.selection_layers import rank_by_shift
 from keyhole.retrieval.training.training_config import FORMS, texts_in
@@ -125,7 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     geometry = model.geometry(EngineConfig.page_size)
     require_layers_of("full_layers", full_layers, geometry.num_layers)
     candidates_of(geometry.full_attention, *wanted)  # refused before the work
-    found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
+    try:
+        found = measured(model, prompts, max_tokens=placement.max_tokens, **settings)
+    except RequestError as error:
+        raise ConfigError(f"--data {arguments.data!r}: {error}") from error
     placed = found.place(placement.method, *wanted, placement.measure or "mass")
     if arguments.json:
         others = [

@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     if outcome.finished:
         return 0
     print(
-        f"stopped after {outcome.tokens} of {config.tokens} tokens; the same command with --resume "
-        f"continues from {folder}",
+        f"stopped after {outcome.tokens:,} of {config.tokens:,} tokens; the same command with "
+        f"--resume continues from {folder}",
         file=sys.stderr,
     )
     return INTERRUPTED

@@ -77,7 +77,7 @@ class Source:
     def of(cls, source: str | Sequence[int]) -> Source:
         """From text or token ids; ConfigError for an empty source and for any other value."""
         if not len(source):
-            raise ConfigError("a document is empty; give at least one character or token id")
+            raise ConfigError("the document is empty; give at least one character or token id")
         if isinstance(source, str):
             try:
                 body = source.encode()

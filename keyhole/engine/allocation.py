@@ -109,8 +109,9 @@ def movable(geometry: Geometry, policy: Policy) -> tuple[int, ...]:
     layers = policy.offloadable(geometry)
     if not layers or getattr(policy, "token_budget", None) is None:
         raise ConfigError(
-            f"policy {policy.name!r} reads all keys of every layer, so none can be offloaded; use "
-            "offload with a policy that selects, such as delta, quest or spe_context"
+            f"policy {policy.name!r} reads all keys of every layer of this model, so none can be "
+            "offloaded; use a policy that selects, such as quest or spe_context, with fewer dense "
+            "layers than the model has"
         )
     return layers
 

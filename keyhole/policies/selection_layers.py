@@ -15,7 +15,7 @@ from typing import Any
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, require, require_layers
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, why
 from keyhole.registry import write_object
 
 
@@ -101,7 +101,10 @@ class Calibration:
         try:
             stored = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read calibration {str(path)!r}: {error}") from error
+            raise ConfigError(
+                f"the calibration file {str(path)!r} cannot be read: {why(error)}; "
+                "`keyhole calibrate --output FILE` writes one"
+            ) from error
         known = {field.name for field in fields(cls)}
         needed = {field.name for field in fields(cls) if field.default is MISSING}
         if not isinstance(stored, dict) or not needed <= set(stored) <= known:

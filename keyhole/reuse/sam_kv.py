@@ -441,8 +441,11 @@ def require_measurable(num_blocks: Sequence[int], depth: int, num: int) -> None:
     """ConfigError if documents of these lengths cannot tell `num` layers of `depth`."""
     most = max(num_blocks, default=0)
     least = _LEAST_BLOCKS + _NUM_INITIAL + _NUM_LOCAL
-    right = f"documents with at least {least} blocks; the longest has {most}"
-    require(most >= least, "calibration documents", len(num_blocks), right)
+    if most < least:
+        raise ConfigError(
+            f"stable layers need documents with at least {least} blocks; the longest has {most}; "
+            "give longer documents or a smaller block_size"
+        )
     require(is_count(num) and num <= depth, "num_stable_layers", num, f"from 1 to {depth}")
 
 

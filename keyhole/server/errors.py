@@ -119,8 +119,9 @@ def cut_off() -> ApiError:
     return ApiError(503, message, kind="server_error", code="draining")
 
 
-#: What pydantic adds to the path of a field that may have several types, or whose key is wrong.
-_NOT_A_FIELD = re.compile(r"body|str|list\[.*|\[key\]")
+#: What pydantic adds to the path of a field that may have several types, or whose key is wrong;
+#: `names` and `searched` are the forms of `documents`.
+_NOT_A_FIELD = re.compile(r"body|str|list\[.*|\[key\]|names|searched")
 
 
 def invalid(error: RequestValidationError | ValidationError) -> ApiError:

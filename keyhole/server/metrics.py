@@ -122,7 +122,8 @@ class Metrics:
         def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             return Histogram(f"keyhole_{name}", text, buckets=bounds, registry=self.registry)
 
-        gauge("completions_running", "running completions").set_function(lambda: float(running()))
+        text = "completions that are not finished, including those that wait"
+        gauge("completions_running", text).set_function(lambda: float(running()))
         gauge("pages", "the most pages that the KV cache can have").set(max_pages)
         self.registry.register(LoadGauges(load))
         self._requests = counter("requests", "answered requests", ("path", "status"))

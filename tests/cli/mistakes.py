@@ -305,6 +305,7 @@ MISTAKES = [
     ("verify --device mps", "device 'mps' must be one of auto, cpu"),
     ("info x", "unexpected argument 'x'"),
     ("info --jsn", "unknown option of info '--jsn'; did you mean '--json'?"),
+    ("models Llama", "unknown family 'Llama'; did you mean 'llama'?"),
     ("models qwen33", "unknown family 'qwen33'; did you mean 'qwen3'?"),
     ("completion", "the following arguments are required: SHELL"),
     ("completion csh", "unknown shell 'csh'; did you mean 'zsh'?"),

@@ -103,6 +103,16 @@ def test_prompts_within_the_budget_are_refused(path: str, run: Run, tmp_path: Pa
     assert "no decode step had more than token_budget 32 tokens" in ran.err
 
 
+def test_a_prompt_that_the_model_cannot_take_is_one_of_the_file(
+    path: str, run: Run, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("a" * 600)
+    ran = run("calibrate", "--model", path, *OPTIONS, "--data", str(data))
+    assert ran.status == 2
+    assert f"--data {str(data)!r}: the prompt has 601 tokens, but this model takes" in ran.err
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -170,11 +171,28 @@ def test_an_interrupt_and_a_closed_pipe_end_quietly(
         raise raised
 
     monkeypatch.setattr("keyhole.cli.common.flags.make_llm", interrupted)
-    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
-    monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
     ran = run("generate", "x")
     assert ran.status == status
     assert ran.err.strip() == ""
+
+
+def test_a_pipe_that_was_closed_before_the_output_fits_is_quiet(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, redirect_stdout(pipe):
+        assert cli.main(["completion", "bash"]) == 0
+        pipe.flush()  # as Python does when it exits
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_output_to_a_full_disk_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full, redirect_stdout(full):
+        assert cli.main(["methods"]) == 2
+        full.flush()
+    assert capsys.readouterr().err == "error: No space left on device\n"
 
 
 def test_an_error_that_is_not_the_users_is_not_hidden(

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from transformers.utils import logging
 
 from keyhole import exactness_gate
 from keyhole.cli import main
@@ -25,6 +26,22 @@ def test_an_object_for_each_family(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["family"], found["exact"], found["reason"]) == ("gpt2", True, None)
     assert 0 <= found["error"] < 1e-4
+
+
+def test_what_transformers_says_about_a_default_config_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its warnings about token ids beyond the vocabulary stood among the lines of the list."""
+    levels = []
+
+    def config(**_: object) -> object:
+        levels.append(logging.get_verbosity())
+        raise ValueError
+
+    monkeypatch.setitem(exactness_gate.CONFIG_MAPPING._extra_content, "gpt2", config)
+    assert main(["models", "gpt2"]) == 0
+    assert levels == [logging.ERROR]
+    assert logging.get_verbosity() != logging.ERROR
 
 
 def test_an_unknown_family_is_refused_before_others_are_measured(

@@ -92,7 +92,7 @@ def test_the_head_needs_a_place_for_its_folder(run: Run) -> None:
     Path("file").write_text("")
     ran = run("train-head", "--output", "file/head")
     assert ran.status == 2
-    assert "--output 'file/head': there is no folder 'file'" in ran.err
+    assert "--output 'file/head': 'file' is a file; it must be a folder" in ran.err
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

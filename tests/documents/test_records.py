@@ -169,8 +169,8 @@ def test_a_foreign_record_is_named_by_the_field_that_differs(store: DocumentStor
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("", "a document is empty"),
-        ([], "a document is empty"),
+        ("", "the document is empty"),
+        ([], "the document is empty"),
         ("a\ud800", "not valid Unicode: surrogates not allowed at character 1"),
         (b"bytes", "not bytes; decode"),
         ([1, -1], "token id -1"),

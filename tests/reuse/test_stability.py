@@ -84,7 +84,7 @@ def test_only_the_main_block_counts() -> None:
 def test_documents_that_are_too_short_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 14 blocks; the longest has 13"):
         stable_layers([torch.rand(4, 13)])
-    with pytest.raises(ConfigError, match="calibration documents 0"):
+    with pytest.raises(ConfigError, match="the longest has 0"):
         stable_layers([])
 
 

@@ -247,7 +247,7 @@ def test_an_answer_over_documents_is_that_of_ask(
     [
         ("a", {"content": b"\xff"}, "UTF-8"),
         ("a", {"json": {"no": 1}}, "text"),
-        ("a", {"content": b""}, "a document is empty"),
+        ("a", {"content": b""}, "the document is empty"),
         ("a%00b", {"content": b"x"}, "name"),
         ("%E2%80%AEa", {"content": b"x"}, "name"),
         ("%20", {"content": b"x"}, "name"),
@@ -420,7 +420,7 @@ def test_a_file_is_stored_under_its_name_or_another(address: str, llm: LLM) -> N
         ("a", b"x", {}, 415, ".md"),
         ("", b"x", {}, 400, "file must be a file with a filename, such as notes.txt"),
         ("a.txt", b"\xff", {}, 400, "UTF-8"),
-        ("a.txt", b"", {}, 400, "a document is empty"),
+        ("a.txt", b"", {}, 400, "the document is empty"),
         ("a.txt", b"x", {"name": "a\x00b"}, 400, "printable"),
         ("a.txt", b"x", {"name": "a\nb"}, 400, "printable"),
         ("a.txt", b"x", {"metadata": "{"}, 400, "metadata"),

@@ -174,7 +174,7 @@ def test_documents_are_encoded_there_and_read_here(llm: LLM) -> None:
             assert seen[-1] == (info.tokens, info.tokens)
             assert served.documents.text("one") == text
             assert llm.documents.get("one") == info
-            with pytest.raises(ConfigError, match="a document is empty"):
+            with pytest.raises(ConfigError, match="the document is empty"):
                 await asyncio.to_thread(served.documents.add, "empty", "")
 
             def enough(done: int, tokens: int) -> None:

@@ -164,6 +164,18 @@ def test_a_method_of_reuse_that_is_unknown_names_its_field(address: str) -> None
     assert "unknown reuse method 'sam_kx'" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [("facts", "documents"), ({"search": {"quer": "x"}}, "documents.search.quer")],
+)
+def test_documents_of_a_wrong_form_are_named_as_given(address: str, given: Any, field: str) -> None:
+    """The field had the name of its form, `documents.names`, which no request has."""
+    body = {"messages": [{"role": "user", "content": "a"}], "documents": given}
+    error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
 def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
     """As `curl -d` sends it; the error said that it was no JSON object."""
     headers = {"content-type": "application/x-www-form-urlencoded"}

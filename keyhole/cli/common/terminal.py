@@ -55,6 +55,16 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def drop_unwritable() -> None:
+    """Drops what stdout can no longer take: Python would try once more when it exits, print
+    "Exception ignored" and change the exit status to 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def stdin_lines() -> Iterator[str]:
     """The lines of stdin, without a byte order mark before the first one."""
     try:
@@ -336,7 +346,10 @@ def _check_output(flag: str, path: str | Path, kind: OutputKind) -> None:
 
 def _require_folder(flag: str, path: str | Path, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r}: there is no folder {str(folder)!r}")
+        shown = f"{flag} {str(path)!r}"
+        if folder.exists():
+            raise ConfigError(f"{shown}: {str(folder)!r} is a file; it must be a folder")
+        raise ConfigError(f"{shown}: there is no folder {str(folder)!r}")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

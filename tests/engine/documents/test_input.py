@@ -46,7 +46,7 @@ def test_any_text_that_has_tokens_is_stored_and_answers_as_a_prefill_would(
         ("lamp \udcff", "not valid Unicode: surrogates not allowed at character 5"),
         (b"lamp", "text, a list of token ids, .*, not bytes"),
         (None, "text, a list of token ids, .*, not None"),
-        ({"prompt_token_ids": []}, "a document is empty"),
+        ({"prompt_token_ids": []}, "the document is empty"),
         ({"prompt_token_ids": [5, -1]}, "token id -1"),
         ({"text": "lamp"}, "only the key 'prompt_token_ids'"),
     ],
