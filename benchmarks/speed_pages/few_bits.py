@@ -24,7 +24,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "other, each in turns with Keyhole's engines.",
     ]
     for line in found:
-        parts += [_table(line), tables.targets(line), _about(line)]
+        parts += [part for part in (_table(line), tables.targets(line), _about(line)) if part]
     return parts
 
 
@@ -49,7 +49,8 @@ def _table(line: Line) -> str:
                 *(f"`{peer}`: {cells[r['system']]}" for r in turn if _is_peer(r)),
             ]
         )
-    return tables.written(["tokens", *(f"`{name}`" for name in systems), "llama.cpp, Q4_0"], rows)
+    peers = ["llama.cpp, Q4_0"] if any(_is_peer(result) for result in results) else []
+    return tables.written(["tokens", *(f"`{name}`" for name in systems), *peers], rows)
 
 
 def _is_peer(result: dict[str, Any]) -> bool:
@@ -64,7 +65,7 @@ def _about(line: Line) -> str:
     return (
         f"Shape of {settings['shape']}{layers}, batch {settings['batch']}, medians of "
         f"{settings['repeat']} interleaved steps. {machine['cpu']}, {machine['cores']} cores; "
-        f"torch {versions['torch']}, llama-cpp-python {line['llama_cpp']['version']}; "
+        f"torch {versions['torch']}{tables.outside(line)}; "
         f"{line['date'][:10]}, commit {line['commit']};\n"
         f"`{shlex.join(tables.command(line))}`.{note}"
     )

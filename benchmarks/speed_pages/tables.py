@@ -96,7 +96,7 @@ def about(line: Line) -> str:
         f"Shape of {settings['shape']}, {settings['dtype']}{batch}, medians of "
         f"{settings['repeat']} interleaved {kind}. {device}{machine['cpu']}, {machine['cores']} "
         f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}{_outside(line)}; {line['date'][:10]}, "
+        f"{versions['transformers']}{outside(line)}; {line['date'][:10]}, "
         f"commit {line['commit']};\n"
         f"`{shlex.join(command(line))}`.{note}"
     )
@@ -112,7 +112,8 @@ def command(line: Line) -> list[str]:
     return words
 
 
-def _outside(line: Line) -> str:
+def outside(line: Line) -> str:
+    """The version of llama.cpp's package, if it took part."""
     about = line.get("llama_cpp")
     return f", llama-cpp-python {about['version']}" if about else ""
 
