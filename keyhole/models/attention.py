@@ -250,6 +250,8 @@ def decode(
 
     if selection is None:
         return kernels.attend(paged, window=window, **options)
+    if chosen is not None:
+        _check_form(chosen, layer, paged, policy.name)
     operation: Any = kernels.attend
     if selection.low_rank is not None:
         operation = kernels.attend_low_rank
@@ -263,6 +265,20 @@ def decode(
         operation = kernels.attend_per_query_head
     out: Tensor = operation(paged, selection=selection, **options)
     return out
+
+
+def _check_form(selection: Selection, layer: int, paged: PagedQuery, policy: str) -> None:
+    """ConfigError if a policy's selection has a form that kernels, which do not check, misread."""
+    indices, counts = selection.indices, selection.counts
+    (rows, heads), kv_heads = paged.query.shape[:2], paged.key_pages.shape[1]
+    right = indices.dtype == counts.dtype == torch.int32 and indices.shape[:2] == counts.shape
+    if right and len(indices) == rows and indices.shape[1] in (1, kv_heads, heads):
+        return
+    raise ConfigError(
+        f"policy {policy!r} selected indices {tuple(indices.shape)} of {indices.dtype} with counts "
+        f"{tuple(counts.shape)} of {counts.dtype} in layer {layer}; both must be int32, for {rows} "
+        f"sequences and 1, {kv_heads} or {heads} heads"
+    )
 
 
 def _in_window(batch: Batch, layer: int, window: int) -> Selection | None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 import keyhole
+from keyhole import kernels
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import ConfigError
 from keyhole.models.loading import adopt
 from keyhole.models.model import Model
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
-from keyhole.policies.base import Policy
+from keyhole.policies.base import Policy, Selection, Step
 from keyhole.retrieval.gate import SeerGate
 from tests.checkpoints import make_model
 from tests.policies.models import with_head
@@ -444,6 +445,28 @@ def test_settling_twice_changes_nothing(name: str, model: Model) -> None:
 def test_a_wrong_budget_is_refused(name: str, gqa: Model, wrong: object) -> None:
     with pytest.raises(ConfigError, match="token_budget"):
         make_engine(gqa, make(name, {"token_budget": wrong}))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Misformed(Policy):
+    """A policy of one's own, with as many lists and of the kind that it likes."""
+
+    name: ClassVar[str] = "misformed"
+    lists: int = 1
+    dtype: torch.dtype = torch.int32
+
+    def select(self, _layer: int, _query: Tensor, step: Step) -> Selection:
+        newest = kernels.recent_indices(step.lengths, 5)
+        indices, counts = (x[:, :1].to(self.dtype) for x in (newest.indices, newest.counts))
+        return Selection(indices.expand(-1, self.lists, -1), counts.expand(-1, self.lists), 1)
+
+
+@pytest.mark.parametrize("wrong", [{"lists": 3}, {"dtype": torch.int64}])
+def test_a_selection_that_kernels_would_misread_is_refused(gqa: Model, wrong: Any) -> None:
+    """Its memory was read beyond its end, which could end Python."""
+    forced_logits(gqa, Misformed(lists=2), list(range(3, 30)), [7])
+    with pytest.raises(ConfigError, match=r"policy 'misformed' selected indices .* int32, for"):
+        forced_logits(gqa, Misformed(**wrong), list(range(3, 30)), [7])
 
 
 @pytest.fixture(scope="module")

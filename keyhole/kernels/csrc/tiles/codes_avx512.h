@@ -60,8 +60,8 @@ struct Pair {
     static constexpr int64_t inputs = 2 * kBlock;
     __m512i a, b;
 
-    // Of codes, of which the second block may be missing. Those of 4 bits come as the first halves
-    // of both blocks and the second ones.
+    // The codes of two blocks; not `whole`: of one, and zeros. Those of 4 bits come as the first
+    // halves of both blocks, then the second halves.
     template <int bits>
     [[gnu::always_inline]] static inline Pair of(const uint8_t* codes, bool whole) {
         constexpr int64_t block = kBlock * bits / 8;
@@ -74,13 +74,13 @@ struct Pair {
         const __m512i low = _mm512_set1_epi8(15);
         return {_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16(both, 4), low)};
     }
-    // The same order, of what belongs to weights in their order.
+    // What belongs to 128 weights in their order, in the order in which `of` has codes.
     template <int bits>
     [[gnu::always_inline]] inline Pair as_codes() const {
         return bits == 4 ? halves() : *this;
     }
-    // Brings what belongs to a group into the same lanes of both vectors. fine: groups are of the
-    // smaller ones of their kind, 16 for 6 bits and 32 for others.
+    // Moves what belongs to a group into the same lanes of both vectors. fine: the smaller groups of
+    // these codes, which have 16 weights with 6 bits, and 32 with 4 or 8 bits.
     template <int bits, bool fine>
     [[gnu::always_inline]] inline Pair by_group() const {
         if constexpr (bits == 4) return fine ? quarters() : *this;
