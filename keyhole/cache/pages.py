@@ -4,9 +4,10 @@ A page holds `page_size` tokens in every layer at once, so one page number serve
 layer there is one tensor in which a head's page of keys is followed by its page of values: data
 read together is adjacent, which speeds up selected tokens most (benchmarks/LOG.md). The policy's
 side data has separate tensors. Tensors grow as pages are used, up to `max_pages`, on a CPU
-without being copied (`huge_pages`). Keys and values of a layer can be offloaded (to RAM or disk),
-where they are read and grow as before, and become resident again once the tensors have been shrunk
-to the pages in use.
+without being copied (`huge_pages`). A page has a number first and memory later, so that a step can
+be scheduled before anything is moved for it. Keys and values of a layer can be offloaded (to RAM or
+disk), where they are read and grow as before, and become resident again once the tensors have been
+shrunk to the pages in use.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class Room(Protocol):
         """The most pages with every layer on its current tier."""
         ...
 
-    def make(self, least: int, wanted: int) -> int:
-        """Frees memory for at least `least` pages; returns how many of `wanted` are then allowed.
+    def allowed(self, least: int, wanted: int) -> int:
+        """How many of `wanted` pages are allowed, at least `least`, once `make` was called.
 
         CapacityError if there can never be so many.
         """
+        ...
+
+    def make(self, pages: int) -> None:
+        """Frees memory for this many pages."""
         ...
 
 
@@ -58,6 +63,8 @@ class PageCache:
     peak_pages: the most pages that were in use at once.
     released: how many references to pages have been released so far.
     reserved: pages of its limit whose memory something else takes.
+    provided: how many pages have memory, the first ones by number.
+    may_grow: False within `without_growth`.
     moves: how often tensors have been replaced, by a resize or a change of tier.
     empty: a tensor without numbers, of the model's dtype and the resident layers' device.
     empty_rows: the same, of the dtype in which keys and values are stored.
@@ -78,7 +85,8 @@ class PageCache:
     ) -> None:
         self.geometry, self.page_size = geometry, geometry.page_size
         self.max_pages = max_pages
-        self.peak_pages = self.released = self.moves = self.reserved = 0
+        self.peak_pages = self.released = self.moves = self.reserved = self.provided = 0
+        self.may_grow = True
         self.room: Room | None = None
         self.device, self.layer_devices = device, layer_devices
         self._shapes = page_data or [{} for _ in geometry.layers]
@@ -114,7 +122,7 @@ class PageCache:
 
     @property
     def capacity(self) -> int:
-        """Pages that the tensors hold."""
+        """Pages that have a number: those that the tensors hold, after `provide`."""
         return len(self._refs)
 
     @property
@@ -231,8 +239,7 @@ class PageCache:
         assert used <= count <= self.capacity, f"page {used - 1} is in use"
         self.moves += 1
         self._settle()
-        del self._refs[count:], self._stamps[count:]
-        self._free = self._listed_free()
+        self._forget_after(count)
         with _no_room("the KV cache could not be made smaller"):
             for layer in range(self.geometry.num_layers):
                 if layer not in self._stores:
@@ -245,23 +252,56 @@ class PageCache:
     def allocate(self, count: int, *, leave: int = 0) -> list[int] | None:
         """`count` pages with one reference each; None, with nothing changed, if too few are left.
 
-        leave: up to this many pages stay free for later calls: those whose memory the system has
-        most likely provided already, because they were in use, or follow pages in use.
+        CapacityError, with nothing changed, if there is no memory for them. leave: up to this many
+        pages stay free for later calls: those whose memory the system has most likely provided
+        already, because they were in use, or follow pages in use.
         """
+        pages = self.assign(count, leave=leave)
+        try:
+            self.provide()
+        except BaseException:
+            self.release(pages or ())
+            self.retract()
+            raise
+        return pages
+
+    def assign(self, count: int, *, leave: int = 0) -> list[int] | None:
+        """As `allocate`, but only the numbers of the pages, which have memory after `provide`."""
         if count > self.available:
             return None
         # If layers can be offloaded, growth may offload one, so only what is needed is added.
         wanted = min(count + leave, self.available) if self.room is None else count
         while len(self._free) < wanted:
-            self._grow(self.capacity + wanted - len(self._free))
+            self._number(self.capacity + wanted - len(self._free))
         end = len(self._free) - min(leave, len(self._free) - count)
         pages = self._free[end - count : end][::-1].tolist()
         del self._free[end - count : end]
         for page in pages:
             self._refs[page], self._stamps[page] = 1, next(self._changes)
+        return pages
+
+    def provide(self) -> None:
+        """Memory for all pages that have a number. Not while a step runs.
+
+        May offload layers. CapacityError if there is no memory; call `retract` then.
+        """
+        if self.capacity > self.provided:
+            self._grow()
         used = self.capacity - len(self._free) - (self._aside is not None)
         self.peak_pages = max(self.peak_pages, used)
-        return pages
+
+    def retract(self) -> None:
+        """Takes back the numbers of unused pages without memory, which are the last ones."""
+        self._forget_after(max(self.provided, self._past_last))
+
+    @contextmanager
+    def without_growth(self) -> Iterator[None]:
+        """Within it there are no more pages than now."""
+        self.may_grow = False
+        try:
+            yield
+        finally:
+            self.may_grow = True
 
     def set_aside(self) -> int | None:
         """A reserved page of zeros, for the padding rows of a step.
@@ -375,6 +415,12 @@ class PageCache:
         ]
         return [keys for keys, _ in views], [values for _, values in views]
 
+    def _forget_after(self, count: int) -> None:
+        """Forgets all pages but the first `count`; the others must be unused."""
+        del self._refs[count:], self._stamps[count:]
+        self._free = self._listed_free()
+        self.provided = min(self.provided, count)
+
     def _listed_free(self) -> array[int]:
         """Pages without a reference, in descending order; allocation pops from the end."""
         return array("i", (page for page in reversed(range(self.capacity)) if not self._refs[page]))
@@ -387,22 +433,36 @@ class PageCache:
     @property
     def _most(self) -> int:
         """The most pages that the tensors may hold."""
+        if not self.may_grow:
+            return self.capacity
         return self.max_pages + (self._aside is not None) - self.reserved
 
-    def _grow(self, least: int) -> None:
-        """Doubles the tensors one at a time, so that at most one exists twice during its copy."""
-        self.moves += 1
-        self._settle()
+    def _number(self, least: int) -> None:
+        """Numbers more pages: twice as many as there are, at least `least` if all may be."""
         capacity = min(self._most, max(_FIRST_PAGES, 2 * self.capacity))
         if self.room is not None:
             least, others = min(least, capacity), self.reserved
-            capacity = self.room.make(least + others, capacity + others) - others
+            capacity = self.room.allowed(least + others, capacity + others) - others
+        # New pages come last: the memory of older ones has been provided already, or is provided
+        # layer by layer.
+        self._free[:0] = array("i", range(capacity - 1, self.capacity - 1, -1))
+        more = capacity - self.capacity
+        self._refs.extend(array("i", [0]) * more)
+        self._stamps.extend(array("q", [0]) * more)
+
+    def _grow(self) -> None:
+        """Enlarges one tensor at a time, so that at most one exists twice during its copy."""
+        self.moves += 1
+        self._settle()
+        capacity = self.capacity
         need = capacity * self.page_bytes / 2**20
         with _no_room(
             f"the KV cache could not grow to {need:.0f} MiB ({capacity} pages of "
             f"{self.page_size} tokens); set memory= to less, with offload= to a folder for the "
             "rest (and a policy that selects), or lower max_batch or max_length"
         ):
+            if self.room is not None:
+                self.room.make(capacity + self.reserved)
             for layer in range(self.geometry.num_layers):
                 if layer in self._stores:
                     larger = self._stores[layer].resized(capacity)
@@ -413,12 +473,7 @@ class PageCache:
             for data in (*self.data, self.common):
                 for name, tensor in data.items():
                     data[name] = huge_pages.enlarged(tensor, capacity, self._most)
-        # New pages come last: the memory of older ones has been provided already, or is provided
-        # layer by layer.
-        self._free[:0] = array("i", range(capacity - 1, self.capacity - 1, -1))
-        more = capacity - self.capacity
-        self._refs.extend(array("i", [0]) * more)
-        self._stamps.extend(array("q", [0]) * more)
+        self.provided = capacity
 
 
 def keys_and_values(pages: Tensor, layout: LayerLayout, page_size: int) -> tuple[Tensor, Tensor]:

@@ -338,13 +338,20 @@ class LayerOffloader:
         """The pages that fit without moving a layer."""
         return self.plan.capacities[self.offloaded]
 
-    def make(self, least: int, wanted: int) -> int:
-        """Offloads layers until `least` pages fit; returns how many of `wanted` fit then."""
-        target = self.plan.offloaded_for(least)
+    def allowed(self, least: int, wanted: int) -> int:
+        """How many of `wanted` pages fit, once enough layers are offloaded for `least`."""
+        target = self._offloaded_for(least)
+        return max(least, min(wanted, self.plan.capacities[max(target, self.offloaded)]))
+
+    def make(self, pages: int) -> None:
+        """Offloads layers until so many pages fit."""
+        self.offload_layer(self._offloaded_for(pages))
+
+    def _offloaded_for(self, pages: int) -> int:
+        target = self.plan.offloaded_for(pages)
         if target is None:  # the cache's own limit is lower
-            raise CapacityError(f"{least} pages do not fit, with all layers offloaded")
-        self.offload_layer(target)
-        return max(least, min(wanted, self.pages))
+            raise CapacityError(f"{pages} pages do not fit, with all layers offloaded")
+        return target
 
     def offload_layer(self, count: int) -> None:
         """Offloads layers until at least `count` are offloaded."""

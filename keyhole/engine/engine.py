@@ -312,7 +312,7 @@ class Engine:
         The rest of the step fills pages of prompts: with what is known of them, or with documents.
         """
         begin = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         self._prepare(plan)
         if self.drafting is not None:
             self.drafting.propose(plan)
@@ -321,6 +321,26 @@ class Engine:
         for sequence in plan.decodes:
             sequence.step_ms.append(1e3 * (time.perf_counter() - begin))
         return advanced + plan.refused
+
+    def _schedule(self) -> SchedulerOutput:
+        """The step, with memory for its new pages; if there is none, a step without new memory.
+
+        CapacityError if nothing can run without.
+        """
+        plan = self.scheduler.schedule()
+        try:
+            self.cache.provide()
+        except BaseException as error:
+            self.scheduler.retract(plan)
+            if not isinstance(error, CapacityError):
+                raise
+            with self.cache.without_growth():
+                smaller = self.scheduler.schedule()
+            smaller.refused[:0] = plan.refused
+            if not self.scheduler.running:
+                raise
+            return smaller
+        return plan
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Brings what the step continues from to where the scheduler wants it.

@@ -258,7 +258,9 @@ def test_the_host_waits_for_a_gpu_before_it_reads_offloaded_pages(
 def test_pages_at_hand_are_those_that_move_no_layer() -> None:
     cache = make_cache(most=100)
     assert cache.at_hand == 100
-    cache.room = SimpleNamespace(pages=30, make=lambda least, wanted: max(least, min(wanted, 30)))
+    cache.room = SimpleNamespace(
+        pages=30, allowed=lambda least, wanted: max(least, min(wanted, 30)), make=lambda _: None
+    )
     assert cache.at_hand == 30
     assert cache.allocate(10) is not None
     assert (cache.capacity, cache.at_hand, cache.available) == (30, 20, 90)

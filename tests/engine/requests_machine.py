@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from keyhole.config import SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
+from keyhole.errors import CapacityError
 from tests.policies.recording import run
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -22,6 +23,8 @@ class RequestsMachine(RuleBasedStateMachine):
 
     engine: Engine
     requests: list[Sequence]
+    #: Whether there is no memory for more pages.
+    is_full = False
 
     def add(self, text: list[int], more: int) -> None:
         params = SamplingParams(max_tokens=more, **GREEDY)
@@ -31,8 +34,14 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 15))
     def run(self, count: int) -> None:
         for _ in range(count):
-            self.engine.step()
-            self.engine.check_integrity()
+            try:
+                self.engine.step()
+            except CapacityError:
+                assert self.is_full
+                assert not self.engine.scheduler.running
+                return
+            finally:
+                self.engine.check_integrity()
             self.after_step()
 
     def after_step(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -134,8 +136,8 @@ TORCH_IS_OUT = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memo
 def test_running_out_of_memory_says_what_helps_and_loses_nothing(
     model: Model, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
 ) -> None:
+    wanted = LLM(model, page_size=8).generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids
     llm = LLM(model, page_size=8)
-    wanted = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids
 
     def fails(*_: object) -> torch.Tensor:
         raise error
@@ -150,6 +152,25 @@ def test_running_out_of_memory_says_what_helps_and_loses_nothing(
     monkeypatch.undo()
     llm.engine.check_integrity()
     assert llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS).token_ids == wanted
+
+
+def test_without_memory_to_grow_requests_take_turns(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 pages of 8 tokens have memory: for one long request, or for short ones until they grow."""
+    prompts = [{"prompt_token_ids": [4 + i] * size} for i, size in enumerate([40, 80, 60, 300])]
+    params = replace(PARAMS, max_tokens=100)
+    wanted = [result.token_ids for result in LLM(model, page_size=8).generate(prompts, params)]
+    llm = LLM(model, page_size=8, prefix_cache=False)
+    llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)
+
+    def fails(*_: object) -> torch.Tensor:
+        raise TORCH_IS_OUT
+
+    monkeypatch.setattr("keyhole.cache.huge_pages.enlarged", fails)
+    assert [result.token_ids for result in llm.generate(prompts, params)] == wanted
+    assert llm.engine.cache.peak_pages <= llm.engine.cache.provided == 64
+    llm.engine.check_integrity()
 
 
 @pytest.mark.slow

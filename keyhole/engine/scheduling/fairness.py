@@ -18,7 +18,7 @@ class FairQueue(deque[Sequence]):
     current turn if that one is past. The requests of one caller stay in order.
 
     shares_prompts: whether a prompt may be shared, so that one waits for another that computes it.
-    stalled: the sequence whose documents wait for pages of running ones; nothing overtakes it.
+    stalled: a sequence that waits for pages of running ones; nothing overtakes it.
     """
 
     def __init__(self, *, shares_prompts: bool) -> None:

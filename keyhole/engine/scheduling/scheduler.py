@@ -63,7 +63,10 @@ class Scheduler:
         self._most_of_one = max(1, int(config.max_prefill_share * config.prefill_chunk))
 
     def schedule(self) -> SchedulerOutput:
-        """The next step, with pages for all its tokens; an empty plan means nothing to do."""
+        """The next step, with pages for all its tokens; an empty plan means nothing to do.
+
+        It only decides: pages have numbers, and memory once the engine prepares the step.
+        """
         plan = SchedulerOutput()
         budget = self._config.prefill_chunk
         for sequence in list(self.running):
@@ -139,6 +142,14 @@ class Scheduler:
         self.pages.discard(plan.copies)
         for sequence in reversed(plan.admitted):
             self._return(sequence)
+
+    def retract(self, plan: SchedulerOutput) -> None:
+        """Undoes a step whose new pages cannot all have memory."""
+        self.put_back(plan)
+        self.pages.retract(self.running)
+        if self.running:  # documents would be filled for nothing
+            stored = (one for one in plan.admitted if one.context is not None)
+            self.waiting.stalled = next(stored, None)
 
     def out_of_pages(self, sequence: Sequence) -> None:
         """Releases the pages of a sequence being filled, to wait until others end.
@@ -242,7 +253,7 @@ class Scheduler:
             self.pages.release(sequence)
             self.pages.discard(copies)
             sequence.num_computed = 0
-            if sequence.context is not None and self.running:
+            if self.running and (sequence.context is not None or not self._cache.may_grow):
                 self.waiting.stalled = sequence
             return False
         if sequence.context is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from keyhole.cache.page_list import NO_PAGE
 from keyhole.cache.pages import PageCache
@@ -16,6 +17,8 @@ from keyhole.errors import CapacityError
 
 class SequencePages:
     """The pages of sequences, in the cache and its prefixes; it decides nothing about their order.
+
+    Pages that it reserves have numbers; the cache provides their memory before the model runs.
 
     states: recurrent states after cached prefixes; None without a recurrent state or prefix cache.
     """
@@ -57,7 +60,7 @@ class SequencePages:
             # The last token is written again, into a page that may be shared.
             self._forget_known(1 - self._cache.at_hand)
             last = sequence.pages[-1]
-            fresh = self._cache.allocate(1) if self._cache.references(last) > 1 else [last]
+            fresh = self._cache.assign(1) if self._cache.references(last) > 1 else [last]
             if fresh is None:
                 self._cache.release([sequence.pages.pop()])
                 computed -= size
@@ -100,7 +103,7 @@ class SequencePages:
         short -= self._forget_known(max(short, need - self._cache.at_hand))
         if short > 0:
             return False
-        pages = self._cache.allocate(need)
+        pages = self._cache.assign(need)
         assert pages is not None
         sequence.pages.extend(pages)
         return True
@@ -109,8 +112,22 @@ class SequencePages:
         """Pages for `count` tokens after the newest one, without pre-emption; how many fit."""
         first = sequence.num_computed + 1
         if self.reserve(sequence, first + count):
-            return count
+            try:
+                self._cache.provide()
+                return count
+            except CapacityError:  # a proposed token is worth no error
+                self.retract([sequence])
         return min(count, len(sequence.pages) * self._cache.page_size - first)
+
+    def retract(self, sequences: Iterable[Sequence]) -> None:
+        """Takes back pages that got a number and no memory (`PageCache.provide`)."""
+        provided = self._cache.provided
+        for sequence in sequences:
+            pages = sequence.pages
+            kept = next((i for i, page in enumerate(pages) if page >= provided), len(pages))
+            self._cache.release(pages[kept:])
+            del pages[kept:]
+        self._cache.retract()
 
     def release_rejected(self, sequence: Sequence) -> None:
         """Releases the pages that hold only proposed tokens that were not accepted."""

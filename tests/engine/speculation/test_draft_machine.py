@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from keyhole import LLM, Quest, SamplingParams
+from keyhole.cache import pages as pages_module
 from keyhole.engine.engine import Engine
+from keyhole.errors import CapacityError
 from keyhole.models.loading import load
 from keyhole.models.model import Model
 from keyhole.retrieval.draft import DRAFT_FOLDER
@@ -77,10 +79,20 @@ class Machine(RequestsMachine):
 
     @initialize(pages=st.integers(26, 60))
     def start(self, pages: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(pages_module, "_FIRST_PAGES", 8)
         page_bytes = engine_of(memory="4MiB", draft=self.draft).cache.page_bytes
         memory = pages * page_bytes
         self.engine = engine_of(draft=self.draft, num_draft_tokens=COUNT, memory=memory)
         self.texts: list[list[int]] = []
+        grow = self.engine.cache._grow
+
+        def unless_full() -> None:
+            if self.is_full:
+                raise CapacityError("no memory")
+            grow()
+
+        self.patch.setattr(self.engine.cache, "_grow", unless_full)
         if self.draft == "ngram":
             under_draft(self.engine, Erring(self.texts, VOCAB))
         else:
@@ -97,6 +109,11 @@ class Machine(RequestsMachine):
         self.texts.insert(0, continued(length, start))
         self.add(prompt(60, start)[:length], more)
 
+    @rule(is_full=st.booleans())
+    def memory(self, is_full: bool) -> None:
+        """Memory is taken by others, or is there again."""
+        self.is_full = is_full
+
     @precondition(lambda self: any(r.finish_reason == "length" for r in self.requests))
     @rule(number=st.integers(0, 99), more=st.integers(1, 12))
     def go_on(self, number: int, more: int) -> None:
@@ -112,6 +129,7 @@ class Machine(RequestsMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.patch.undo()
         self.compare_with(engine_of(memory="4MiB", prefix_cache=False))
         other = engine_of(memory="4MiB", draft=self.draft)
         for request in self.requests:
