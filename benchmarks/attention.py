@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks
+from benchmarks.results_page.text import source
 from keyhole.drawing import picture
 from keyhole.eval.attention.pictures import drawings
 from keyhole.eval.attention.tables import AttentionSetting, places, tables
@@ -58,20 +59,11 @@ def as_markdown(lines: Sequence[Line]) -> str:
 
 
 def measured(lines: Sequence[Line]) -> str:
-    """Machine, date and command of the measurement."""
-    machines = {f"{line['machine']['cpu']}, {line['machine']['device']}" for line in lines}
-    days = sorted({line["date"][:10] for line in lines})
-    commits = dict.fromkeys(line["commit"] for line in lines)
-    commands = dict.fromkeys(f"`{line['command']}`" for line in lines)
-    versions = lines[-1]["versions"]
+    """How many texts were read, machine, date and command of the measurement."""
     texts = {line["samples"] for line in lines if line["weights"] == "trained"}
     twins = {line["samples"] for line in lines if line["weights"] == "random"}
-    return (
-        f"{_numbers(texts)} texts, of which the random twin read {_numbers(twins)}. "
-        f"{'; '.join(sorted(machines))}; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
-        f"{', '.join(commits)}; {'; '.join(commands)}."
-    )
+    read = f"{_numbers(texts)} texts, of which the random twin read {_numbers(twins)}."
+    return f"{read}\n\n{source(lines)}"
 
 
 def _title(place: AttentionSetting) -> str:

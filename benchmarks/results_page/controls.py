@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.results_page.cells import ASKED, FULL, PageTask
-from benchmarks.results_page.text import image, paragraph, percent, written
+from benchmarks.results_page.text import image, paragraph, percent, source, written
 from keyhole.eval import comparisons
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
 from keyhole.eval.line_file import Line
@@ -191,24 +191,6 @@ def sections(
             parts += image(pictures.get(name), caption)
             parts += [*_settings(name, own), source(own)]
     return parts
-
-
-def source(lines: Sequence[Line]) -> str:
-    """Machine, versions, dates, commits and commands of the lines."""
-    line = lines[-1]
-    versions = line["versions"]
-    commits = ", ".join(dict.fromkeys(str(at["commit"]) for at in lines))
-    dates = sorted({str(at["date"])[:10] for at in lines})
-    commands = "; ".join(f"`{text}`" for text in dict.fromkeys(str(at["command"]) for at in lines))
-    return (
-        "<details><summary>How it was measured</summary>\n\n"
-        + paragraph(
-            f"{line['machine']['cpu']}; torch {versions['torch']}, transformers "
-            f"{versions['transformers']}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
-            f"commit {commits}."
-        )
-        + f"\n\n{commands}\n\n</details>"
-    )
 
 
 def _task(task: str, lines: Sequence[Line]) -> list[str]:

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
-from benchmarks.results_page.controls import HOPS, SCRATCH, TASKS, source
-from benchmarks.results_page.text import image, paragraph, percent, written
+from benchmarks.results_page.controls import HOPS, SCRATCH, TASKS
+from benchmarks.results_page.text import image, paragraph, percent, source, written
 from benchmarks.results_page.variations import (
     by_place,
     lists_table,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.results_page.cells import ASKED, FULL, dense_layers, fixed, methods
-from benchmarks.results_page.text import paragraph, percent, written
+from benchmarks.results_page.text import paragraph, percent, source, written
 from keyhole.config import EngineConfig
 from keyhole.eval.line_file import Line
 from keyhole.eval.report.cells import Cell, cells
@@ -47,7 +47,7 @@ def section(lines: Sequence[Line]) -> list[str]:
             f"{_about(lines)}"
         ),
         written(_HEADS, [_row(cell) for cell in own]),
-        _source(lines),
+        source(lines),
         "\n".join(_points()),
     ]
 
@@ -146,14 +146,3 @@ def _about(lines: Sequence[Line]) -> str:
 def _numbers(values: set[int]) -> str:
     """One number, or the smallest and the largest."""
     return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
-
-
-def _source(lines: Sequence[Line]) -> str:
-    line = lines[-1]
-    versions, commits = line["versions"], dict.fromkeys(str(at["commit"]) for at in lines)
-    commands = "; ".join(dict.fromkeys(f"`{at['command']}`" for at in lines))
-    return paragraph(
-        f"{line['machine']['cpu']}; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; {str(line['date'])[:10]}, commit {', '.join(commits)}; "
-        f"{commands}."
-    )

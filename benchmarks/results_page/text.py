@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from keyhole.eval.report.cells import Cell
 from keyhole.eval.report.plot_style import NOTHING
@@ -48,3 +49,17 @@ def ratio(cell: Cell, full: Cell | None) -> float | None:
 def month(date: str) -> str:
     """The month of a line's date: November 2026."""
     return datetime.fromisoformat(date).strftime("%B %Y")
+
+
+def source(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Machines, versions, dates, commits and commands of stored lines, folded away."""
+    versions = lines[-1]["versions"]
+    machines = "; ".join(dict.fromkeys(line["machine"]["cpu"] for line in lines))
+    commits = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
+    days = sorted(str(line["date"])[:10] for line in lines)
+    commands = "; ".join(dict.fromkeys(f"`{line['command']}`" for line in lines))
+    about = paragraph(
+        f"{machines}; torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, commit {commits}."
+    )
+    return f"<details><summary>How it was measured</summary>\n\n{about}\n\n{commands}\n\n</details>"

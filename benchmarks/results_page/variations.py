@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
-from benchmarks.results_page.controls import TASKS, source
-from benchmarks.results_page.text import image, kib, paragraph, percent, written
+from benchmarks.results_page.controls import TASKS
+from benchmarks.results_page.text import image, kib, paragraph, percent, source, written
 from keyhole.eval.comparisons import (
     ORACLE,
     RECENT,
