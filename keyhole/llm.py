@@ -142,6 +142,7 @@ class LLM:
     Raises:
         ModelError: The model is missing, damaged or not supported.
         ConfigError: A setting is invalid, or cannot be used with the model or the policy.
+        CapacityError: The model does not fit into memory.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class LLM:
         policy: for this call, instead of the policy of the LLM: an object, a name or a settings
         file, or a dict of settings of the LLM's policy that differ, {"token_budget": 512}. Requests
         of different policies run in the same steps. ConfigError for one that needs more of the KV
-        cache than the policy of the LLM. So in all methods.
+        cache than the policy of the LLM. The other methods take it as well.
         """
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))
