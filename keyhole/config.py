@@ -227,7 +227,8 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     None takes the value of the model's `generation_config`, and without one the default in the
-    help. `temperature=0` is greedy decoding.
+    help; those of `temperature`, `top_p`, `top_k` and `min_p` only if it says `do_sample`.
+    `temperature=0` is greedy decoding.
     """
 
     n: int = setting(1, "completions of each prompt, which is computed once")
