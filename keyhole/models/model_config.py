@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_url
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -172,7 +172,7 @@ def load_tokenizer(name: str) -> Any:
     """
     try:
         if not Path(name).exists():
-            validate_repo_id(name)
+            hf_hub_url(name, "tokenizer.json")  # of a valid id
     except HFValidationError as error:
         raise ModelError(
             f"unknown tokenizer {name!r}: it is not a folder, and it is not a hub id such as "
