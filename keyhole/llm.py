@@ -183,10 +183,13 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         documents = place_of(documents)
+        good = prefix_store is None or isinstance(prefix_store, str | Path)
+        require(good, "prefix_store", prefix_store, "a folder")
         if not isinstance(prefix_cache, bool):
+            good = isinstance(prefix_cache, str | Path) and prefix_cache != ""
+            require(good, "prefix_cache", prefix_cache, "True, False or a folder")
             right = f"left out, because prefix_cache={str(prefix_cache)!r} also names a folder"
             require(prefix_store is None, "prefix_store", prefix_store, right)
-            require(prefix_cache != "", "prefix_cache", prefix_cache, "True, False or a folder")
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
             max_batch=max_batch,
