@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from keyhole.config import SamplingParams
+from keyhole.config import SamplingParams, is_number, require
 from keyhole.engine.documents.library import Documents
 from keyhole.engine.engine import Engine
 from keyhole.engine.request import PolicySpec
@@ -153,8 +153,11 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM, *, stream_interval: float = 0.0) -> None:
-        if not isinstance(llm, LLM):  # the thread would fail, and requests would wait for ever
+        # With others the thread would fail, and requests would wait for ever.
+        if not isinstance(llm, LLM):
             raise ConfigError(f"AsyncLLM takes an LLM, such as AsyncLLM(LLM('tiny')), not {llm!r}")
+        good = is_number(stream_interval) and stream_interval >= 0
+        require(good, "stream_interval", stream_interval, "a number of seconds, at least 0")
         self.llm = llm
         self._inboxes: dict[int, _Inbox] = {}
         self._ended: Exception | None = None

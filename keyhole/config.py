@@ -227,7 +227,8 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     None takes the value of the model's `generation_config`, and without one the default in the
-    help. `temperature=0` is greedy decoding.
+    help; those of `temperature`, `top_p`, `top_k` and `min_p` only if it says `do_sample`.
+    `temperature=0` is greedy decoding.
     """
 
     n: int = setting(1, "completions of each prompt, which is computed once")
@@ -258,7 +259,9 @@ class SamplingParams:
         0.0, "subtracted from a token's score for each time it was generated"
     )
     logit_bias: Mapping[int, float] | None = setting(None, "added to scores, by token id")
-    bad_words: tuple[str, ...] = setting((), "texts that are never generated")
+    bad_words: tuple[str, ...] = setting(
+        (), "texts that are never generated, except inside longer words"
+    )
     seed: int | None = setting(None, "the same seed gives the same tokens, in any batch")
     stop: tuple[str, ...] = setting((), "end before any of these texts")
     stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
@@ -447,7 +450,8 @@ class EngineConfig:
         require(self.max_batch <= 2**20, "max_batch", self.max_batch, "at most 1,048,576")
         require_known("kv_dtype", self.kv_dtype, KV_DTYPES)
         name, colon, _ = (DRAFTS[0] if self.draft is None else self.draft).partition(":")
-        if name not in DRAFTS or (colon and not self.drafts_by_model):
+        has_folder = self.drafts_by_model and self.draft_folder is not None
+        if name not in DRAFTS or (colon and not has_folder):
             raise UnknownNameError("draft", str(self.draft), DRAFTS)
         if self.draft is not None and self.offload is not None:
             raise ConfigError(

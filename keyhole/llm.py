@@ -142,6 +142,7 @@ class LLM:
     Raises:
         ModelError: The model is missing, damaged or not supported.
         ConfigError: A setting is invalid, or cannot be used with the model or the policy.
+        CapacityError: The model does not fit into memory.
     """
 
     def __init__(
@@ -182,10 +183,13 @@ class LLM:
     ) -> None:
         require_check(documents_check, "documents_check")
         documents = place_of(documents)
+        good = prefix_store is None or isinstance(prefix_store, str | Path)
+        require(good, "prefix_store", prefix_store, "a folder")
         if not isinstance(prefix_cache, bool):
+            good = isinstance(prefix_cache, str | Path) and prefix_cache != ""
+            require(good, "prefix_cache", prefix_cache, "True, False or a folder")
             right = f"left out, because prefix_cache={str(prefix_cache)!r} also names a folder"
             require(prefix_store is None, "prefix_store", prefix_store, right)
-            require(prefix_cache != "", "prefix_cache", prefix_cache, "True, False or a folder")
             prefix_store, prefix_cache = prefix_cache, True
         config = EngineConfig(
             max_batch=max_batch,
@@ -252,7 +256,7 @@ class LLM:
         policy: for this call, instead of the policy of the LLM: an object, a name or a settings
         file, or a dict of settings of the LLM's policy that differ, {"token_budget": 512}. Requests
         of different policies run in the same steps. ConfigError for one that needs more of the KV
-        cache than the policy of the LLM. So in all methods.
+        cache than the policy of the LLM. The other methods take it as well.
         """
         alone, wanted = one_or_several(prompts)
         each = params_for(params, len(wanted))

@@ -149,6 +149,7 @@ def _unequal(found: Sequence[Cell]) -> list[str]:
                 "- `spe_context`: its head was trained on this model by objectives of our own, "
                 "its attention and then the effect of a selection on its predictions. The paper's "
                 "is pruned from a draft model; such a head was not tested here.",
+                "- `shadowkv`: what was `local_chunks` is `window_size` today, in tokens.",
             ]
         ),
         f"At {length:,} tokens and a budget of {budget:,}:",

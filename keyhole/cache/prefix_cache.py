@@ -162,7 +162,7 @@ class PrefixIndex:
 class _Entries:
     """A hash table of digests whose entries are in the order of their use.
 
-    In arrays an entry takes about 60 bytes, where a dictionary of objects takes 300: a page of 16
+    In arrays an entry takes at most 55 bytes, where a dictionary of objects takes 300: a page of 16
     tokens of a small model has only a few KiB. Entry 0 is none; it begins and ends the order.
     pages, makers, insertions: of each entry, what `set` was given. count: how many there are.
     """

@@ -26,7 +26,7 @@ COMMANDS = {
     "batch": "answer a file of requests in OpenAI's batch format",
     "documents": "store documents once, and ask questions over them",
     "methods": "list the policies and reuse methods, or describe one",
-    "plan": "show which layers fit into memory at which length",
+    "plan": "show how many layers fit into memory at which length",
     "calibrate": "choose DELTA's selection layers, or SamKV's stable layers, for a model",
     "train-head": "train SpeContext's retrieval head, or SeerAttention-R's gate",
     "eval": "evaluate a model on tasks, under several policies and budgets",

@@ -23,8 +23,8 @@ from keyhole.cli.evaluate import SUITES
 from keyhole.config import bytes_text, help_of, require_known
 from keyhole.documents.source import default_place
 from keyhole.errors import UnknownNameError
-from keyhole.policies import available_policies, policy_name
-from keyhole.policies.prefill import available_prefill_policies
+from keyhole.policies import available_controls, available_policies, policy_name
+from keyhole.policies.prefill import available_prefill_controls, available_prefill_policies
 from keyhole.reuse import available_reuse_methods, reuse_name, reuse_names
 
 _WIDTH = 96
@@ -52,8 +52,12 @@ def _run_methods(arguments: argparse.Namespace) -> int:
         "prefill-policy": available_prefill_policies(),
         "reuse": available_reuse_methods(),
     }
-    named = None if arguments.name is None else _find(arguments.name, tables)
-    if named is not None:
+    named = None
+    if arguments.name is not None:
+        # Controls are no methods, but `--policy` takes them, too.
+        tables["policy"] = available_policies() | available_controls()
+        tables["prefill-policy"] = available_prefill_policies() | available_prefill_controls()
+        named = _find(arguments.name, tables)
         kind, name = named
         tables = {kind: {name: tables[kind][name]}}
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Predicts which layers' keys and values fit into memory at which length, from a model's config.
+"""Predicts how many layers' keys and values fit into memory at a length, from a model's config.
 
 No weights are loaded. Layers that do not fit are offloaded (to RAM or disk), the last one first,
 and keep a buffer of token_budget tokens in memory. With --policy, the plan is that of LLM(policy,

@@ -245,7 +245,7 @@ class Catalogue:
                 f"{bytes_text(more_bytes)} more would exceed the limit of "
                 f"{bytes_text(limit_bytes)} for documents at {self.place.url!r}: of the "
                 f"{bytes_text(total)} stored there, {bytes_text(total - free)} cannot be evicted "
-                "(sources, and records that are pinned or in use); raise limit_bytes, or unpin or "
+                "(sources, and records that are pinned or in use); raise the limit, or unpin or "
                 "remove documents"
             )
 

@@ -34,8 +34,9 @@ def default_place() -> str:
 
 
 def place_of(given: str | Path | None, name: str = "documents") -> str:
-    """The place that a setting names; None: the default one. ConfigError for an empty text."""
-    require(given != "", name, given, "a folder or a URL; leave it out for the default one")
+    """The place that a setting names; None: the default one. ConfigError if it names none."""
+    good = given is None or (isinstance(given, str | Path) and given != "")
+    require(good, name, given, "a folder or a URL; leave it out for the default one")
     return default_place() if given is None else str(given)
 
 

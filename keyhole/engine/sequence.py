@@ -119,7 +119,7 @@ class Sequence:
     state_ends: where its prompt stops for the recurrent state to be kept, whole pages.
     leaving: entries of `pages` that a policy evicted, and a layer's own sliding window still sees.
     evicted_pages: how many are gone; a hole stands in their place.
-    exact: whether all that the prompt was computed over is exact (see cache/prefix.py).
+    exact: whether all that the prompt was computed over is exact (see cache/prefix_cache.py).
     blocks_read, blocks_before: under a prefill policy, blocks of keys read for its prompt, and all
     that a dense prefill would read, summed over layers, blocks of queries and heads.
     context: the stored documents that the prompt is made of; kept: bool [L, end], what each layer

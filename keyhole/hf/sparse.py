@@ -51,8 +51,8 @@ def sparse(
     `generate` returns work; beam search, assisted generation, caches of other kinds, attention
     weights and gradients are refused by name. Afterwards, also after an error, the model is as it
     was. policy: an object such as `Delta(token_budget=1024)`, a name, a settings file, or None
-    (dense). memory: the most that the KV cache may take, bytes or "2GiB"; None: most of what is
-    free.
+    (dense). page_size: tokens in a page of the KV cache. memory: the most that the cache may take,
+    bytes or "2GiB"; None: most of what is free.
 
     ModelError for a model that is not supported; ConfigError for settings, and for a model that is
     inside such a block already.

@@ -80,12 +80,17 @@ def wanted_devices(device_map: DeviceMap) -> list[torch.device]:
             ) from error
         if place.type not in ("cpu", "cuda"):
             raise ConfigError(f"device_map: device {given!r} of {name!r} must be cpu or cuda")
-        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device_map: device {given!r} of {name!r} is not available")
+        count = torch.cuda.device_count()
+        if place.type == "cuda" and (place.index or 0) >= count:
+            raise ConfigError(
+                f"device_map: device {given!r} of {name!r} is not available: this machine has "
+                f"{count} GPUs"
+            )
         if place not in found:
             found.append(place)
     if len({place.type for place in found}) > 1:
-        raise ConfigError("device_map: a model must be on GPUs or on the CPU, not on both")
+        shown = " and ".join(map(str, found))
+        raise ConfigError(f"device_map: a model must be on GPUs or on the CPU, not on {shown}")
     return found
 
 
@@ -172,7 +177,8 @@ def settings(
             raise ConfigError(f"{name} {value!r} cannot be used with device_map; leave one out")
     if any(layer.index_topk is not None for layer in geometry.layers):
         raise ConfigError(
-            "device_map cannot be used with a model whose layers select tokens by an indexer"
+            "device_map cannot be used with a model whose layers select tokens by an indexer; "
+            "leave it out"
         )
     of_sequences = policy.sequence_state(geometry)
     evicts = policy.page_limit(np.ones(1, np.int64), geometry.page_size) is not None

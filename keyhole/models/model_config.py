@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_url
+from huggingface_hub.errors import HFValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -164,7 +166,18 @@ def _require_trust(found: ModelFiles, error: Exception, what: str) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or hub id; None for a folder without one. ModelError if damaged."""
+    """The tokenizer of a folder or hub id; None for a folder without one.
+
+    ModelError if it is neither, or damaged.
+    """
+    try:
+        if not Path(name).exists():
+            hf_hub_url(name, "tokenizer.json")  # of a valid id
+    except HFValidationError as error:
+        raise ModelError(
+            f"unknown tokenizer {name!r}: it is not a folder, and it is not a hub id such as "
+            "'meta-llama/Llama-3.2-1B'"
+        ) from error
     return read_tokenizer(ModelFiles(name, Path(name), None, False))
 
 

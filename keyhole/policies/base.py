@@ -172,7 +172,7 @@ class Policy(MethodSettings):
     wants_head: ClassVar[bool] = False
     #: Whether it selects by the gate of SeerAttention-R, which the engine then loads.
     wants_gate: ClassVar[bool] = False
-    #: Whether it shifts keys by their rotation; models without one, or with another, are refused.
+    #: Whether it shifts keys by their rotation; models with a rotation of another kind are refused.
     shifts_keys: ClassVar[bool] = False
     #: False if a page's data depends on more than its tokens and those before them: sequences then
     #: share no pages, and a cached prefix is copied.

@@ -41,6 +41,16 @@ def test_a_method_tells_its_cost_its_use_and_its_settings(name: str, run: Run) -
         assert f"\n  {field.name} (" in ran.out
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"), [("oracle", "token_budget"), ("recent_blocks", "mass")]
+)
+def test_a_control_is_described_by_name(name: str, setting: str, run: Run) -> None:
+    """`--policy oracle` was taken, and `keyhole methods oracle` was an unknown method."""
+    ran = run("methods", name)
+    assert ran.status == 0
+    assert f"\n  {setting} (" in ran.out
+
+
 def test_json_has_the_same(run: Run) -> None:
     found = json.loads(run("methods", "Tidal-Decode", "--json").out)["methods"]
     assert [(one["name"], one["kind"]) for one in found] == [("tidal_decode", "policy")]

@@ -124,7 +124,7 @@ def known(words: list[str]) -> bool:
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        extras = re.findall(r"keyhole\[(.*?)\]", " ".join(arguments))
+        extras = re.findall(r"(?:keyhole|\.)\[(.*?)\]", " ".join(arguments))
         assert {e for extra in extras for e in extra.split(",")} <= {
             *project["optional-dependencies"]
         }
@@ -274,4 +274,6 @@ def test_an_unknown_command_is_seen() -> None:
         known(["make", "nothing"])
     with pytest.raises(AssertionError):
         known(["pip", "install", "keyhole[nothing]"])
+    with pytest.raises(AssertionError):
+        known(["pip", "install", ".[nothing]"])
     assert list(commands("a b \\\n  c  # why\nd 'e\n f'\n")) == [["a", "b", "c"], ["d", "e\n f"]]

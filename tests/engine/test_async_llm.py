@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,13 @@ def test_a_name_is_no_llm() -> None:
     """`AsyncLLM("tiny")` was taken, and its first request never came back."""
     with pytest.raises(ConfigError, match=r"AsyncLLM\(LLM\('tiny'\)\), not 'tiny'"):
         AsyncLLM("tiny")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interval", ["x", None, -1, float("nan"), True])
+def test_an_interval_is_a_number_of_seconds(llm: LLM, interval: Any) -> None:
+    """With a text, the thread of the steps failed, and requests waited for ever."""
+    with pytest.raises(ConfigError, match=rf"stream_interval {interval!r} must be"):
+        AsyncLLM(llm, stream_interval=interval)
 
 
 @pytest.mark.slow

@@ -306,7 +306,10 @@ def test_a_request_beyond_the_memory_limit_is_refused_with_what_helps(model: Mod
         ({"offload": ""}, "offload '' must be a folder"),
         ({"prefix_store": ""}, "prefix_store '' must be a folder"),
         ({"prefix_cache": ""}, "prefix_cache '' must be True, False or a folder"),
+        ({"prefix_cache": 0}, "prefix_cache 0 must be True, False or a folder"),  # folder "0"
+        ({"prefix_store": 3}, "prefix_store 3 must be a folder"),
         ({"documents": ""}, "documents '' must be a folder or a URL"),
+        ({"documents": 3}, "documents 3 must be a folder or a URL"),
         ({"policy": "delt"}, "did you mean 'delta'"),
         ({"policy": Delta(token_budget=4)}, "token_budget 4"),
         ({"policy": Delta(token_budget=32, recent_pages=9)}, "recent_pages 9"),

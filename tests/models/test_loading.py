@@ -210,6 +210,8 @@ def test_a_damaged_file_of_a_tokenizer_is_named_with_the_remedy(
         load(checkpoint)
     with pytest.raises(ModelError, match=said):
         load("tiny", tokenizer=checkpoint)
+    with pytest.raises(ModelError, match=r"unknown tokenizer '.*/no': it is not a folder"):
+        load("tiny", tokenizer=checkpoint / "no")
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(ModelError, match=rf"{name} is a pointer of Git LFS: run `git lfs pull`"):
         load(checkpoint)

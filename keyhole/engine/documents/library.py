@@ -94,13 +94,15 @@ class Documents:
     ) -> DocumentInfo:
         """Encodes a document and stores it under `name`.
 
-        text: text, or {"prompt_token_ids": [...]}. If `name` is stored with the same text, nothing
-        is encoded; if it is stored with another one, ConfigError unless `overwrite`. block_size:
-        tokens per block, the unit that methods select. pinned: never evict it; None: as before.
-        metadata: JSON stored with it; None: as before, for the same text. progress: called during
-        encoding with the number of encoded tokens and of all tokens; an exception that it raises
-        ends the encoding. RequestError for an empty document, PromptTooLongError for one that the
-        model cannot take.
+        text: text, a list of token ids, or {"prompt_token_ids": [...]}. If `name` is stored with
+        the same text, nothing is encoded; if it is stored with another one, ConfigError unless
+        `overwrite`. block_size: tokens per block, the unit that methods select. pinned: never evict
+        it; None: as before. metadata: JSON stored with it; None: as before, for the same text.
+        progress: called during encoding with the number of encoded tokens and of all tokens; an
+        exception that it raises ends the encoding.
+
+        ConfigError for an invalid name and an empty document, RequestError for text without tokens,
+        PromptTooLongError for a document that the model cannot take.
         """
         check_block_size(block_size)
         require(pinned is None or isinstance(pinned, bool), "pinned", pinned, "True, False or None")

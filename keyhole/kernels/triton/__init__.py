@@ -8,7 +8,7 @@ the reference, and so does everything except `prefill` where Triton is missing o
 
     append      one program per new token and KV head
     attend      one per sequence, KV head, block of its query heads and split of the tokens; then
-                one per query head that combines the splits (`kv_splits`)
+                one per query head that combines the splits
     sparse_prefill  one per query head and tile of queries, over the blocks selected for them, or
                 over a list of tokens, each query's up to its own position
     scores      the same, storing the scores, and one per block of tokens that computes the weights

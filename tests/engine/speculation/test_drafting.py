@@ -519,8 +519,9 @@ def test_other_refusals(model: Model, tmp_path: Path) -> None:
         drafted(model, Traced(Quest(**SMALL)))
     with pytest.raises(UnknownNameError, match="unknown draft 'ngrams'; did you mean 'ngram'"):
         LLM(model, draft="ngrams")
-    with pytest.raises(UnknownNameError, match="unknown draft ''"):
-        LLM(model, draft="")
+    for name in ("", "eagle3:", "ngram:folder"):
+        with pytest.raises(UnknownNameError, match=f"unknown draft '{name}'"):
+            LLM(model, draft=name)
     with pytest.raises(ConfigError, match="num_draft_tokens 0 must be at least 1"):
         LLM(model, draft="ngram", num_draft_tokens=0)
     with pytest.raises(ConfigError, match="draft 'ngram' cannot be used with offload="):
