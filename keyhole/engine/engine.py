@@ -359,6 +359,7 @@ class Engine:
                 "copies of cached pages did not fit in memory; lower max_batch or memory="
             ) from error
         for sequence in plan.admitted:
+            sequence.begun = sequence.begun or time.perf_counter()
             known, group = sequence.num_computed, sequence.page_group
             if self.scheduler.pages.states is not None and known:
                 self.scheduler.pages.states.load(sequence.tokens, known, group, sequence.slot)

@@ -11,7 +11,6 @@ replayed one per step under the policy, so that it continues exactly where it wa
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Collection, Mapping
 
@@ -262,7 +261,6 @@ class Scheduler:
             sequence.first = sequence.num_computed
             sequence.loading = self._loads(sequence)
         sequence.slot = self._slots.pop()
-        sequence.begun = sequence.begun or time.perf_counter()
         self.running.append(sequence)
         return True
 
