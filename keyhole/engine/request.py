@@ -203,6 +203,10 @@ class RequestLimits:
         self._cache, self._offloader = cache, offloader
         self._max_length, self._max_pages = max_length, cache.max_pages
 
+    def check_length(self, count: int) -> None:
+        """PromptTooLongError if a prompt of `count` tokens leaves no room for a new one."""
+        check_length(count, self._model, self._max_length)
+
     def check(
         self,
         tokens: Sequence[int],
@@ -283,6 +287,7 @@ def check_tokens(
     adapter_number(params.adapter, model)
     if not tokens:
         raise RequestError("the prompt is empty; give at least one token")
+    check_length(len(tokens), model, max_length)
     wrong = [t for t in tokens if not 0 <= t < model.vocab_size]
     if wrong:
         right = f"0 to {model.vocab_size - 1}"
@@ -302,12 +307,16 @@ def check_tokens(
             "of this model",
             field="logprobs",
         )
-    if len(tokens) >= max_length:
+
+
+def check_length(count: int, model: Model, max_length: int) -> None:
+    """PromptTooLongError if no new token fits below `max_length`."""
+    if count >= max_length:
         reason = model.length_reason
         if max_length < model.max_length:
             reason = "set by max_length"
         raise PromptTooLongError(
-            f"the prompt has {len(tokens)} tokens, but this model takes at most "
+            f"the prompt has {count} tokens, but this model takes at most "
             f"{max_length - 1} and one new token ({reason})"
         )
 
