@@ -66,7 +66,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_exception_handler(RequestValidationError, _handler(errors.invalid))
     app.add_exception_handler(HTTPException, _handler(errors.plain))
-    for cls in (ApiError, keyhole.KeyholeError, TimeoutError):
+    for cls in (ApiError, keyhole.KeyholeError, RecursionError, TimeoutError):
         app.add_exception_handler(cls, _handler(errors.api_error))
     app.add_middleware(Gate, state=state)
     return app

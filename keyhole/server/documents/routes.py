@@ -171,7 +171,12 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
     if not wait:
         return JSONResponse(_shown(name, None, job), 202)
     # Shielded: a client that disconnects does not cancel the storing.
-    info = await asyncio.shield(asyncio.wrap_future(job.result))
+    try:
+        info = await asyncio.shield(asyncio.wrap_future(job.result))
+    except ApiError:
+        if not await request.is_disconnected():  # the client is told, and nothing was stored
+            state.encoding.forget(job)
+        raise
     return JSONResponse(_shown(name, info, None), 201)
 
 
