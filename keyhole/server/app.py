@@ -22,7 +22,7 @@ from keyhole.server import completions, errors, responses
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
 from keyhole.server.documents import routes as documents
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, concerning
 from keyhole.server.gate import Gate
 from keyhole.server.page import routes as page
 from keyhole.server.settings import ServerConfig
@@ -147,7 +147,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         text = chat_text(state.tokenizer, body.messages or [])
         return encode_text(state.tokenizer, text, special=False)
 
-    ids = await asyncio.to_thread(encode)
+    with concerning("messages" if body.prompt is None else "prompt"):
+        ids = await asyncio.to_thread(encode)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": state.most_tokens})
 
 

@@ -116,7 +116,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
     policy = body.policy(state.llm.llm.policy, state.most_tokens)
     caller = caller_of(request, body.user)
-    with concerning(body.param):
+    with concerning(lambda error: error.field or body.prompt_field):
         prompts = await asyncio.to_thread(_tokens_of, state, body.prompts, params)
     streams = [
         stream

@@ -84,7 +84,8 @@ class ResponsesBody(ConversationBody):
     @property
     def has_format(self) -> bool:
         """See `SamplingBody`."""
-        return (self._format() or {}).get("type", "text") != "text"
+        kind: object = (self._format() or {}).get("type", "text")
+        return kind != "text"
 
     def check(self) -> None:
         """ApiError for anything unsupported, or that the response cannot contain."""

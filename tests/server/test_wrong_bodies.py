@@ -113,6 +113,7 @@ _TOOL = {"name": "f", "parameters": _BAD_SCHEMA}
     ("place", "given", "param"),
     [
         ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": "\ud800"}, "prompt"),
         ("completions", {"prompt": [[5], []]}, "prompt"),
         ("completions", {"prompt": [-1]}, "prompt"),
         ("completions", {"prompt": "x" * 600}, "prompt"),
@@ -143,10 +144,17 @@ def test_what_the_engine_refuses_has_the_field_of_the_request(
     address: str, place: str, given: dict[str, Any], param: str, stream: bool
 ) -> None:
     """`param` was null."""
-    body = {**BEGIN[place], **given, "stream": stream}
-    answer = httpx2.post(f"{address}/v1/{place}", json=body)
+    body = json.dumps({**BEGIN[place], **given, "stream": stream})
+    answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt", "\ud800"), ("messages", [])])
+def test_what_cannot_be_tokenized_names_its_field(address: str, field: str, value: Any) -> None:
+    answer = httpx2.post(f"{address}/tokenize", content=json.dumps({field: value}), headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
 
 
 def test_a_grammar_of_calls_that_is_wrong_is_that_of_the_tools() -> None:
