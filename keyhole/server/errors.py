@@ -135,7 +135,8 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}")
     parts, given = [str(part) for part in first["loc"]], first.get("input")
-    place = ".".join(part for part in parts if not _NOT_A_FIELD.fullmatch(part))
+    named = parts[1:] if parts[:1] == ["query"] else parts  # of the address
+    place = ".".join(part for part in named if not _NOT_A_FIELD.fullmatch(part))
     if not place:
         if isinstance(given, bytes):  # FastAPI has not parsed it
             return ApiError(400, "the body must be JSON, with Content-Type: application/json")

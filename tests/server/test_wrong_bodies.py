@@ -297,6 +297,15 @@ def test_documents_of_a_wrong_form_are_named_as_given(address: str, given: Any, 
     assert error["message"].startswith(f"{field}: ")
 
 
+def test_errors_about_stored_documents_name_the_field(address: str) -> None:
+    """`param` was `query.top_k`, which no request has, and null."""
+    place = f"{address}/v1/documents"
+    found = httpx2.get(place, params={"query": "a", "top_k": 0})
+    assert found.json()["error"]["param"] == "top_k"
+    stored = httpx2.put(f"{place}/a", json={"text": "a", "metadata": {"a": "x" * 5000}})
+    assert stored.json()["error"]["param"] == "metadata"
+
+
 def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:
     """As `curl -d` sends it; the error said that it was no JSON object."""
     headers = {"content-type": "application/x-www-form-urlencoded"}

@@ -20,7 +20,7 @@ from keyhole.errors import KeyholeError, UnknownNameError
 from keyhole.server.bodies import DocumentBody
 from keyhole.server.documents.convert import decoded, text_of
 from keyhole.server.documents.queue import Job
-from keyhole.server.errors import ApiError, invalid
+from keyhole.server.errors import ApiError, concerning, invalid
 from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
 
@@ -241,7 +241,8 @@ async def _enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, c
     """Adds a job with the client's metadata; ApiError 403 if the caller has too many documents."""
     job.metadata = _marked(metadata, caller)
     if job.metadata is not None:
-        metadata_text(job.metadata)
+        with concerning("metadata"):
+            metadata_text(job.metadata)
     most = state.config.max_documents
     async with state.storing:  # no other request may use up the limit meanwhile
         # Jobs first: one that ends meanwhile is counted as stored.
