@@ -320,7 +320,11 @@ class AsyncLLM:
         prompt = given.get("prompt")
         if isinstance(prompt, str):  # tokenised here, so that no step waits for a long text
             tokens = await asyncio.to_thread(self.llm.tokens, prompt)
-            given = {**given, "prompt": {"prompt_token_ids": tokens}}
+            prompt = {"prompt_token_ids": tokens}
+            given = {**given, "prompt": prompt}
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if isinstance(ids, list):  # refused here: all requests wait while a thread takes it
+            self.llm.engine.limits.check_length(len(ids))
         if self._ended is not None:
             raise self._ended
         number, inbox = next(self._numbers), _Inbox(self.llm.tokenizer, params)

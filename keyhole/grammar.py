@@ -60,7 +60,9 @@ class Grammars:
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("a grammar needs llguidance: pip install 'keyhole[serve]'")
         if self._tokenizer is None or not self._tokenizer.is_fast:
-            raise RequestError("a grammar needs a fast tokenizer; this model has none")
+            raise RequestError(
+                "a grammar needs a fast tokenizer; this model has none", field="grammar"
+            )
         from llguidance import LLMatcher
 
         vocabulary, offset = self._vocabulary
@@ -71,11 +73,15 @@ class Grammars:
             else:
                 made = LLMatcher.grammar_from_lark(grammar)
         except ValueError as error:
-            raise RequestError(f"the JSON schema is not a JSON object: {error}") from error
+            raise RequestError(
+                f"the JSON schema is not a JSON object: {error}", field="grammar"
+            ) from error
         matcher = LLMatcher(vocabulary, made, log_level=0)
         if matcher.is_error():
             reason = _reason(matcher.get_error())
-            raise RequestError(f"the grammar or JSON schema is not valid: {reason}")
+            raise RequestError(
+                f"the grammar or JSON schema is not valid: {reason}", field="grammar"
+            )
         sizes = -(-vocabulary.vocab_size // 32), self._vocab_size
         begin = GrammarState(matcher, offset, sizes, self._executor)
         begin.copy().check()
@@ -152,7 +158,8 @@ class GrammarState:
         if not self.allows_any:
             raise RequestError(
                 "this model cannot write such a text: its tokenizer has no token with which the "
-                "grammar or JSON schema could begin"
+                "grammar or JSON schema could begin",
+                field="grammar",
             )
 
 

@@ -518,7 +518,7 @@ class LLM:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is not None and not text.strip():
-            raise RequestError("the prompt is empty; give at least one word")
+            raise RequestError("the prompt is empty; give at least one word", field="prompt")
         return encode_text(self.tokenizer, text, special=special)
 
 

@@ -53,7 +53,8 @@ def given_ids(what: str, given: object) -> list[int] | None:
     if isinstance(given, bytes) or not isinstance(given, Sequence):
         raise RequestError(f"{what} must be {_RIGHT}, not {_named(given)}")
     for token in given:
-        if not is_count(token, -(2**63)):
+        # The first is faster, and long prompts have many tokens.
+        if type(token) is not int and not is_count(token, -(2**63)):
             raise RequestError(f"token id {token!r} of {what} must be a whole number")
     return [int(token) for token in given]
 
@@ -142,16 +143,23 @@ def chat_text(
     if not named or not all(isinstance(name, str) for name in settings or ()):
         raise RequestError(
             f"chat_template_kwargs {settings!r} must be a dict of what the template knows, such "
-            "as {'enable_thinking': False}"
+            "as {'enable_thinking': False}",
+            field="chat_template_kwargs",
         )
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; use generate with a prompt")
     template = str(tokenizer.get_chat_template(tools=tools))
     for name in sorted(_OF_CONVERSATIONS & (settings or {}).keys()):
-        raise RequestError(f"{name!r} cannot be given to a chat template; leave it out")
+        raise RequestError(
+            f"{name!r} cannot be given to a chat template; leave it out",
+            field="chat_template_kwargs",
+        )
     for name in [*(["tools"] if tools else []), *(settings or {})]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise RequestError(f"this model's chat template does not use {name!r}; leave it out")
+            raise RequestError(
+                f"this model's chat template does not use {name!r}; leave it out",
+                field="tools" if name == "tools" else "chat_template_kwargs",
+            )
 
     def written(conversation: list[dict[str, Any]]) -> str:
         try:

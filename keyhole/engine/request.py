@@ -203,6 +203,14 @@ class RequestLimits:
         self._cache, self._offloader = cache, offloader
         self._max_length, self._max_pages = max_length, cache.max_pages
 
+    def check_length(self, count: int) -> None:
+        """PromptTooLongError if a prompt of `count` tokens leaves no room for a new one."""
+        check_length(count, self._model, self._max_length)
+
+    def check_tokens(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        """RequestError for what no policy and no state of the cache could serve."""
+        check_tokens(tokens, params, self._model, self._max_length)
+
     def check(
         self,
         tokens: Sequence[int],
@@ -218,7 +226,7 @@ class RequestLimits:
         only a part may be kept.
         """
         model = self._model
-        check_tokens(tokens, params, model, self._max_length)
+        self.check_tokens(tokens, params)
         limit = self._longest(policy, stored=stored)
         if model.rope is not None and len(tokens) >= limit:
             what = "stored documents" if stored else f"policy {policy.name!r}"
@@ -282,11 +290,13 @@ def check_tokens(
     """
     adapter_number(params.adapter, model)
     if not tokens:
-        raise RequestError("the prompt is empty; give at least one token")
+        raise RequestError("the prompt is empty; give at least one token", field="prompt")
+    check_length(len(tokens), model, max_length)
     wrong = [t for t in tokens if not 0 <= t < model.vocab_size]
     if wrong:
         right = f"0 to {model.vocab_size - 1}"
-        raise RequestError(f"token id {wrong[0]} is not one of this model's, {right}")
+        message = f"token id {wrong[0]} is not one of this model's, {right}"
+        raise RequestError(message, field="prompt")
     if (params.stop or params.bad_words) and model.tokenizer is None:
         name = "stop" if params.stop else "bad_words"
         raise RequestError(f"{name} needs a tokenizer; this model has none", field=name)
@@ -302,13 +312,18 @@ def check_tokens(
             "of this model",
             field="logprobs",
         )
-    if len(tokens) >= max_length:
+
+
+def check_length(count: int, model: Model, max_length: int) -> None:
+    """PromptTooLongError if no new token fits below `max_length`."""
+    if count >= max_length:
         reason = model.length_reason
         if max_length < model.max_length:
             reason = "set by max_length"
         raise PromptTooLongError(
-            f"the prompt has {len(tokens)} tokens, but this model takes at most "
-            f"{max_length - 1} and one new token ({reason})"
+            f"the prompt has {count} tokens, but this model takes at most "
+            f"{max_length - 1} and one new token ({reason})",
+            field="prompt",
         )
 
 

@@ -22,7 +22,7 @@ from keyhole.server import completions, errors, responses
 from keyhole.server.answers import Answer
 from keyhole.server.bodies import DetokenizeBody, TokenizeBody
 from keyhole.server.documents import routes as documents
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, concerning
 from keyhole.server.gate import Gate
 from keyhole.server.page import routes as page
 from keyhole.server.settings import ServerConfig
@@ -66,7 +66,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
     app.add_exception_handler(RequestValidationError, _handler(errors.invalid))
     app.add_exception_handler(HTTPException, _handler(errors.plain))
-    for cls in (ApiError, keyhole.KeyholeError, TimeoutError):
+    for cls in (ApiError, keyhole.KeyholeError, RecursionError, TimeoutError):
         app.add_exception_handler(cls, _handler(errors.api_error))
     app.add_middleware(Gate, state=state)
     return app
@@ -147,7 +147,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         text = chat_text(state.tokenizer, body.messages or [])
         return encode_text(state.tokenizer, text, special=False)
 
-    ids = await asyncio.to_thread(encode)
+    with concerning("messages" if body.prompt is None else "prompt"):
+        ids = await asyncio.to_thread(encode)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": state.most_tokens})
 
 

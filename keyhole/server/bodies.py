@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    StrictInt,
     Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -21,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from keyhole.config import SamplingParams, require_known
 from keyhole.engine.request import PolicySpec
-from keyhole.errors import ConfigError
+from keyhole.errors import ConfigError, KeyholeError, UnknownNameError
 from keyhole.policies import available_policies, make_policy, policy_name
 from keyhole.policies.base import Policy
 from keyhole.server.chat.prompt import ChatRequest
@@ -49,6 +51,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "prediction": (),
     "documents": ([],),  # a chat has them
+    "reuse": (),
     # Of /v1/responses
     "background": (False,),
     "conversation": (),
@@ -68,11 +71,25 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 #: Those of them that chats have.
-_OF_CHATS = {"documents"}
+_OF_CHATS = {"documents", "reuse"}
 _SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)}
 _seen: set[str] = set()
 #: Limit of remembered unknown names, so that a client that invents names cannot fill the log.
 _MOST_SEEN = 1000
+
+
+def _no_boolean(given: object) -> object:
+    if isinstance(given, bool):
+        raise PydanticCustomError("boolean", "Input should be a number")
+    return given
+
+
+#: Numbers of a body. In Python true is 1, in JSON it is not a number.
+WholeNumber = Annotated[int, BeforeValidator(_no_boolean)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
+#: Of a list in a wrong form one error is enough. One for each token of a long prompt takes seconds,
+#: in which no client gets anything.
+_FIRST_ERROR = Field(fail_fast=True)
 
 
 class Body(BaseModel):
@@ -116,8 +133,8 @@ class KeyholeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     policy: str | None = None
-    token_budget: int | None = Field(None, ge=1)
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    token_budget: WholeNumber | None = Field(None, ge=1)
+    timeout: Number | None = Field(None, gt=0, allow_inf_nan=False)
     trace: bool = False
 
 
@@ -133,27 +150,29 @@ class SamplingBody(Body):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=10_000)  # a server's own limit is lower
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    n: WholeNumber | None = Field(1, ge=1, le=10_000)  # a server's own limit is lower
+    max_tokens: WholeNumber | None = None
+    min_tokens: WholeNumber | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: WholeNumber | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[int, Number] | None = None
     bad_words: list[str] | None = None
-    seed: int | None = None
+    seed: WholeNumber | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     user: str | None = None
     keyhole: KeyholeBody | None = None
+    prompt_field: ClassVar[str] = "prompt"
+    format_field: ClassVar[str] = "response_format"
 
     @property
     def completions(self) -> int:
@@ -187,6 +206,21 @@ class SamplingBody(Body):
             name = str(error).partition(" ")[0]
             field = name if name in names else None
             raise ApiError(400, str(error), param=field) from error
+
+    def param(self, error: KeyholeError) -> str | None:
+        """The field of this interface that an error of the engine is about."""
+        if isinstance(error, UnknownNameError):  # the other names are known by then
+            return "documents"
+        if error.field != "grammar":
+            return self.prompt_field if error.field == "prompt" else error.field
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return self.format_field if self.has_format else "tools"
+
+    @property
+    def has_format(self) -> bool:
+        """Whether the form of the answer is set."""
+        return self.response_format is not None and self.response_format.get("type") != "text"
 
     def policy(self, own: Policy, longest: int) -> PolicySpec | None:
         """The policy that the request names; by default `own`, the server's.
@@ -228,7 +262,7 @@ class SearchBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     query: str | None = None
-    top_k: int = Field(8, ge=1, le=100)
+    top_k: WholeNumber = Field(8, ge=1, le=100)
 
 
 class SearchedDocuments(BaseModel):
@@ -272,6 +306,10 @@ class ConversationBody(SamplingBody):
             template_settings=self.chat_template_kwargs,
         )
 
+    def chat_param(self, error: KeyholeError) -> str | None:
+        """As `param`, of an error about a conversation that is to become a prompt."""
+        return self.prompt_field if error.field in (None, "prompt") else error.field
+
 
 class ChatBody(ConversationBody):
     """/v1/chat/completions.
@@ -282,12 +320,13 @@ class ChatBody(ConversationBody):
     """
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: WholeNumber | None = Field(None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: WholeNumber | None = Field(None, ge=0, le=20)
     documents: _Documents | None = None
     passages: bool = True
     reuse: str | dict[str, Any] | None = None
+    prompt_field: ClassVar[str] = "messages"
 
     def chat_sampling(self, grammar: str | None, adapter: str | None) -> SamplingParams:
         """As `sampling`, by the names that chats use."""
@@ -302,8 +341,13 @@ class ChatBody(ConversationBody):
 class CompletionBody(SamplingBody):
     """/v1/completions. prompt: one or several strings, or one or several lists of token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: (
+        str
+        | Annotated[list[str], _FIRST_ERROR]
+        | Annotated[list[StrictInt], _FIRST_ERROR]
+        | Annotated[list[Annotated[list[StrictInt], _FIRST_ERROR]], _FIRST_ERROR]
+    )
+    logprobs: WholeNumber | None = Field(None, ge=0, le=20)
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -337,7 +381,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """/detokenize: token ids."""
 
-    tokens: list[int]
+    tokens: list[StrictInt]
 
 
 class DocumentBody(Body):

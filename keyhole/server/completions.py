@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from keyhole.config import SamplingParams
 from keyhole.engine.sequence import Piece, Result
 from keyhole.reuse import make_reuse
 from keyhole.reuse.base import Reuse
@@ -47,8 +48,13 @@ async def chat(body: ChatBody, request: Request) -> Response:
     caller = caller_of(request, body.user)
     if body.documents is not None:
         return await _chat_over_documents(body, body.documents, request)
+    if body.reuse is not None:
+        raise ApiError(
+            400, f"reuse {body.reuse!r} needs documents; name some, or leave it out", param="reuse"
+        )
     asked = body.chat_request(body.messages, body.response_format)
-    ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
+    with concerning(body.chat_param):
+        ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
     params = body.chat_sampling(ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)
@@ -70,7 +76,10 @@ async def _chat_over_documents(
     rule = answer_rule(body.response_format) or constraint_of(body.structured_outputs)
     replies = [reply_to_question(state.tokenizer, question) for _ in range(body.completions)]
     grammar = None if rule is None else grammar_of(rule)
-    params = body.chat_sampling(grammar, state.adapter(body.model))
+    adapter = state.adapter(body.model)
+    if adapter is not None:
+        await asyncio.to_thread(_require_encoded, state, names, adapter)
+    params = body.chat_sampling(grammar, adapter)
     policy = body.policy(state.llm.llm.policy, state.most_tokens)
     caller = caller_of(request, body.user)
     streams = [
@@ -107,9 +116,11 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     params = body.sampling(body.logprobs, grammar, state.adapter(body.model))
     policy = body.policy(state.llm.llm.policy, state.most_tokens)
     caller = caller_of(request, body.user)
+    with concerning(lambda error: error.field or body.prompt_field):
+        prompts = await asyncio.to_thread(_tokens_of, state, body.prompts, params)
     streams = [
         stream
-        for prompt in body.prompts
+        for prompt in prompts
         for stream in state.llm.streams(prompt, params, policy=policy, caller=caller)
     ]
     skip = params.skip_special_tokens
@@ -121,6 +132,18 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         offsets=[TextOffsets(state.tokenizer, skip_special=skip) for _ in streams],
     )
     return await respond(answer, body, request, streams)
+
+
+def _tokens_of(
+    state: State, prompts: Sequence[Any], params: SamplingParams
+) -> list[dict[str, list[int]]]:
+    """The prompts as tokens; the first error of any of them, which no stream has begun to hide."""
+    llm, found = state.llm.llm, []
+    for prompt in prompts:
+        tokens = llm.tokens(prompt)
+        llm.engine.limits.check_tokens(tokens, params)
+        found.append({"prompt_token_ids": tokens})
+    return found
 
 
 def caller_of(request: Request, user: str | None) -> str:
@@ -156,6 +179,21 @@ async def _names(state: State, given: list[str] | SearchedDocuments, question: s
     return [one.name for one in found]
 
 
+def _require_encoded(state: State, names: Sequence[str], adapter: str) -> None:
+    """ApiError for a document that this adapter has not encoded: the client may choose another."""
+    documents = state.llm.llm.documents_with(adapter)
+    for name in names:
+        with concerning("documents"):
+            found = documents.get(name)
+        if not found.encoded:
+            raise ApiError(
+                400,
+                f"document {name!r} is not encoded with adapter {adapter!r}; ask model "
+                f"{state.name!r}, or run `keyhole documents add --adapter {adapter}`",
+                param="documents",
+            )
+
+
 def _used_passages(
     state: State, names: list[str], result: Result, *, passages: bool
 ) -> list[dict[str, Any]]:
@@ -189,7 +227,7 @@ async def respond(
     """
     state = state_of(request)
     limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
-    with ExitStack() as stack:
+    with concerning(body.param), ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
             work = functools.partial(_whole, state, answer, streams, used_passages, limit)

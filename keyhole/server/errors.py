@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,8 @@ def api_error(error: Exception) -> ApiError:
     """The ApiError of any exception; messages of internal errors are only logged."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RecursionError):
+        return ApiError(400, "a value in the body is nested too deeply; use fewer levels")
     if isinstance(error, TimeoutError):
         message = "the request took longer than its own timeout or the server's"
         return ApiError(504, message, kind="timeout")
@@ -98,13 +100,15 @@ def is_failure(error: Exception, answer: ApiError) -> bool:
 
 
 @contextmanager
-def concerning(field: str) -> Iterator[None]:
-    """Adds the field concerned to the errors of the block."""
+def concerning(field: str | Callable[[KeyholeError], str | None]) -> Iterator[None]:
+    """Adds the field concerned to the errors of the block, or what a function finds for each."""
     try:
         yield
     except KeyholeError as error:
         found = api_error(error)
-        found.body["error"]["param"] = field
+        if found.status >= 500:  # not the request's fault
+            raise
+        found.body["error"]["param"] = field if isinstance(field, str) else field(error)
         raise found from error
 
 
@@ -131,7 +135,8 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}")
     parts, given = [str(part) for part in first["loc"]], first.get("input")
-    place = ".".join(part for part in parts if not _NOT_A_FIELD.fullmatch(part))
+    named = parts[1:] if parts[:1] == ["query"] else parts  # of the address
+    place = ".".join(part for part in named if not _NOT_A_FIELD.fullmatch(part))
     if not place:
         if isinstance(given, bytes):  # FastAPI has not parsed it
             return ApiError(400, "the body must be JSON, with Content-Type: application/json")
@@ -145,6 +150,9 @@ def invalid(error: RequestValidationError | ValidationError) -> ApiError:
 
 def plain(error: HTTPException) -> ApiError:
     """An error of the framework, such as a method that a path does not have."""
+    if error.status_code == 400 and isinstance(error.__cause__, ValueError):  # of a body
+        reason = str(error.__cause__).partition(";")[0]  # Python's advice is for programs
+        return ApiError(400, f"the body is not JSON: {reason}")
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 

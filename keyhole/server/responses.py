@@ -17,13 +17,13 @@ from pydantic_core import to_json
 
 from keyhole.engine.sequence import Piece, Result
 from keyhole.server.answers import usage
-from keyhole.server.bodies import ConversationBody, SamplingBody
+from keyhole.server.bodies import ConversationBody, SamplingBody, WholeNumber
 from keyhole.server.chat.grammars import answer_rule
 from keyhole.server.chat.prompt import ChatRequest, prepared
 from keyhole.server.chat.reply import Event, Reasoning, Reply
 from keyhole.server.chat.tool_parser import CallArguments, CallBegin
 from keyhole.server.completions import caller_of, respond
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, concerning
 from keyhole.server.state import state_of
 
 _Documents = list[dict[str, Any]]
@@ -55,12 +55,14 @@ class ResponsesBody(ConversationBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
-    n: int | None = Field(1, ge=1, le=1)
-    max_output_tokens: int | None = Field(None, ge=1)
+    n: WholeNumber | None = Field(1, ge=1, le=1)
+    max_output_tokens: WholeNumber | None = Field(None, ge=1)
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
+    prompt_field: ClassVar[str] = "input"
+    format_field: ClassVar[str] = "text.format"
 
     def conversation(self, before: Sequence[_Message]) -> list[_Message]:
         """The messages of an earlier response, followed by those of this request."""
@@ -78,6 +80,12 @@ class ResponsesBody(ConversationBody):
         """The chat. The instructions precede the messages and are not stored with them."""
         first = [] if self.instructions is None else [_message("system", self.instructions)]
         return self.chat_request([*first, *messages], self._format())
+
+    @property
+    def has_format(self) -> bool:
+        """See `SamplingBody`."""
+        kind: object = (self._format() or {}).get("type", "text")
+        return kind != "text"
 
     def check(self) -> None:
         """ApiError for anything unsupported, or that the response cannot contain."""
@@ -154,7 +162,8 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     key = caller_of(request, None)
     messages = body.conversation(state.history.get(body.previous_response_id, key))
     asked = body.request_of(messages)
-    ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
+    with concerning(body.chat_param):
+        ready = await asyncio.to_thread(prepared, state.tokenizer, asked, state.config.tool_parser)
     params = body.sampling(None, ready.grammar, state.adapter(body.model))
     if ready.keeps_special:
         params = dataclasses.replace(params, skip_special_tokens=False)

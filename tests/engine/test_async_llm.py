@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from keyhole import LLM, AsyncLLM, CapacityError, ConfigError, RequestError, SamplingParams
+from keyhole import (
+    LLM,
+    AsyncLLM,
+    CapacityError,
+    ConfigError,
+    PromptTooLongError,
+    RequestError,
+    SamplingParams,
+)
 from keyhole.engine.sequence import Piece, Sequence
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -135,6 +143,18 @@ def test_a_request_that_cannot_be_served_raises_in_its_task_alone(llm: LLM) -> N
 
     asyncio.run(main())
     at_rest(llm)
+
+
+def test_a_prompt_that_is_too_long_takes_no_time_of_the_steps(llm: LLM) -> None:
+    """All requests waited for seconds while the thread of steps took a prompt of a few MB."""
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        with pytest.raises(PromptTooLongError, match="the prompt has 3000 tokens"):
+            await served.generate({"prompt_token_ids": [5] * 3000}, PARAMS)
+        assert next(served._numbers) == 0  # no request was made
+
+    asyncio.run(main())
 
 
 def test_a_step_that_fails_is_told_to_all_and_the_next_request_is_served(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -79,6 +80,26 @@ def test_chat_and_responses_choose_one_too(client: openai.OpenAI) -> None:
             model=model, input=TEXT, max_output_tokens=8, temperature=0.0, store=False
         )
         assert said.model == model
+
+
+def test_a_document_that_the_adapter_has_not_encoded_is_named(
+    client: openai.OpenAI, llm: LLM
+) -> None:
+    """That was status 500, with advice that helps at the server only."""
+    llm.documents.add("facts", "some text of a document")
+    asked: Any = [{"role": "user", "content": "which?"}]
+    body = {"documents": ["facts"]}
+    with pytest.raises(openai.BadRequestError, match="not encoded with adapter 'verbose'") as error:
+        client.chat.completions.create(
+            model="verbose", messages=asked, max_tokens=2, extra_body=body
+        )
+    assert error.value.param == "documents"
+    llm.documents_with("verbose").add("facts", "some text of a document")
+    for model in ("small", "verbose"):
+        made = client.chat.completions.create(
+            model=model, messages=asked, max_tokens=2, extra_body=body
+        )
+        assert made.model == model
 
 
 def test_an_adapter_with_the_name_of_the_model_is_refused(llm: LLM) -> None:

@@ -271,6 +271,8 @@ def test_the_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     [
         ({"choice": ["left", "right"]}, {"left", "right"}),
         ({"regex": "a/[bc]"}, {"a/b", "a/c"}),
+        ({"regex": r"a\\/[bc]"}, {r"a\/b", r"a\/c"}),
+        ({"regex": "a\\\nb"}, {"a\nb"}),
         ({"grammar": 'start: "x" | "y"'}, {"x", "y"}),
         ({"json": {"const": 7}}, {"7"}),
         ({"json": '{"const": 7}'}, {"7"}),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.engine.sequence import Piece
+from keyhole.server.chat import tool_parser
 from keyhole.server.chat.reply import ReasoningSplitter, Reply, markers_of
 from keyhole.server.chat.tool_parser import (
     HERMES,
@@ -17,6 +18,7 @@ from keyhole.server.chat.tool_parser import (
     MISTRAL,
     MISTRAL_NAMED,
     QWEN3_CODER,
+    CallArguments,
     ToolCallParser,
     ToolFormat,
     XmlToolCallParser,
@@ -92,6 +94,13 @@ REPLIES: list[tuple[ToolFormat, str, str, Calls]] = [
         '{"name": "h", "arguments": {}}\n</tool_call>',
         [("f", "{}")],
     ),
+    # A name that is not JSON failed the answer.
+    (
+        HERMES,
+        '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>',
+        '{"name": "f\\x", "arguments": {}}</tool_call>',
+        [],
+    ),
 ]
 
 
@@ -140,6 +149,8 @@ XML_REPLIES: list[tuple[str, str, Calls]] = [
         [("p", '{"n": 3, "e": 1, "m": {"k": 3}, "s": "4"}')],
     ),
     ("<function=p><parameter=n>None</parameter></function>", "", [("p", '{"n": null}')]),
+    # JSON has no such number.
+    ("<function=f><parameter=n>1e999</parameter></function>", "", [("f", '{"n": "1e999"}')]),
     ("<tool_call>\n<function=f>\n<parameter=a>\nx", "", [("f", "")]),
     ("<tool_call>\n<function=h>\n</function>", "<function=h>\n</function>", []),
     # A call of a name that no tool has was shown with all that had arrived, calls included.
@@ -203,6 +214,32 @@ def test_calls_as_elements_are_found_however_the_text_is_cut(
     found = streamed(reply, pieces(text, cuts))
     assert (found["content"], found["calls"]) == (shown, calls)
     assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == (shown, calls)
+
+
+def test_values_that_are_nested_too_deeply_are_no_failure() -> None:
+    deep = "[" * 3000 + "]" * 3000
+    text = f'{{"arguments": {deep}, "name": "f"}}'
+    assert "".join(map(str, ToolCallParser(LLAMA3, {"f"}).feed(text, final=True))) == text
+    call = f"<function=g><parameter=x>{deep}</parameter></function>"
+    *_, value, end = XmlToolCallParser(XML_FUNCTIONS).feed(call, final=True)
+    assert (value, end) == (CallArguments(0, f'{{"x": "{deep}"'), CallArguments(0, "}"))
+
+
+def test_a_long_object_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of an answer in JSON was read with all that came before: seconds of a server."""
+    read = 0
+    end_of = tool_parser._JsonScan.end_of
+
+    def counted(scan: Any, text: str) -> int | None:
+        nonlocal read
+        read += len(text)
+        return end_of(scan, text)
+
+    monkeypatch.setattr(tool_parser._JsonScan, "end_of", counted)
+    text, parser = f'{{"items": "{"a" * 3000}"}}', ToolCallParser(LLAMA3, {"f"})
+    shown = [event for letter in text for event in parser.feed(letter)]
+    assert "".join(map(str, shown)) == text
+    assert read == len(text)
 
 
 @pytest.mark.one_in(3)

@@ -156,7 +156,9 @@ def test_a_failure_has_a_reason_and_the_next_job_clears_it(address: str, llm: LL
     assert "this model takes at most" in until(place, "f", "failed")["error"]
     listed = {one["id"]: one["status"] for one in httpx2.get(place).json()["data"]}
     assert listed["f"] == "failed"
+    # A client that waits is told, and nothing is left of what was refused.
     assert httpx2.put(f"{place}/f", content=too_long).status_code == 400
+    assert httpx2.get(f"{place}/f").status_code == 404
     assert httpx2.put(f"{place}/f", content=b"short").json()["error"] is None
     assert state(place, "f")["status"] == "ready"
     assert httpx2.delete(f"{place}/f").status_code == 200
@@ -168,6 +170,11 @@ def test_a_stored_document_stays_ready_if_another_text_is_refused(address: str) 
     assert httpx2.put(f"{place}/kept", content=b"the first").status_code == 201
     body = {"text": "the second", "overwrite": False}
     assert httpx2.put(f"{place}/kept", json=body).status_code == 400
+    assert state(place, "kept")["error"] is None
+    assert httpx2.put(f"{place}/kept?wait=false", json=body).status_code == 202
+    deadline = time.monotonic() + 60
+    while state(place, "kept")["error"] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     found = state(place, "kept")
     assert (found["status"], found["progress"], found["tokens"]) == ("ready", 1.0, 9)
     assert "overwrite" in found["error"]
@@ -200,7 +207,7 @@ def test_a_full_disk_is_507_and_the_rest_goes_on(
         )
         assert made.usage is not None
         assert made.usage.completion_tokens == 3
-    assert state(place, "new")["status"] == "failed"
+    assert httpx2.get(f"{place}/new").status_code == 404
     assert httpx2.put(f"{place}/new", content=b"there is no room for this").status_code == 201
     for name in ("there", "new"):
         assert httpx2.delete(f"{place}/{name}").status_code == 200

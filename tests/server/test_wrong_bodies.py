@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
-from keyhole import LLM
+from keyhole import LLM, RequestError
+from keyhole.server.bodies import ChatBody, CompletionBody
 from tests.server.conftest import serving
 
 JSON = {"content-type": "application/json"}
@@ -103,6 +105,125 @@ def test_an_error_names_the_field_as_it_was_given_and_the_value(
     assert str(value if not isinstance(value, dict | list) else 0) in error["message"]
 
 
+_BAD_SCHEMA = {"type": "nothing"}
+_TOOL = {"name": "f", "parameters": _BAD_SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "param"),
+    [
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": "\ud800"}, "prompt"),
+        ("completions", {"prompt": [[5], []]}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt"),
+        ("completions", {"prompt": "x" * 600}, "prompt"),
+        ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ("chat/completions", {"chat_template_kwargs": {"deep": 1}}, "chat_template_kwargs"),
+        ("chat/completions", {"tools": [{"type": "function", "function": _TOOL}]}, "tools"),
+        ("chat/completions", {"documents": []}, "documents"),
+        ("chat/completions", {"documents": ["nowhere"]}, "documents"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": _BAD_SCHEMA}}},
+            "response_format",
+        ),
+        ("responses", {"input": "x" * 600}, "input"),
+        ("responses", {"input": [{"role": "user", "content": 5}]}, "input"),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "schema": _BAD_SCHEMA}}},
+            "text.format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_has_the_field_of_the_request(
+    address: str, place: str, given: dict[str, Any], param: str, stream: bool
+) -> None:
+    """`param` was null."""
+    body = json.dumps({**BEGIN[place], **given, "stream": stream})
+    answer = httpx2.post(f"{address}/v1/{place}", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt", "\ud800"), ("messages", [])])
+def test_what_cannot_be_tokenized_names_its_field(address: str, field: str, value: Any) -> None:
+    answer = httpx2.post(f"{address}/tokenize", content=json.dumps({field: value}), headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_grammar_of_calls_that_is_wrong_is_that_of_the_tools() -> None:
+    body = ChatBody(messages=[], tools=[{"function": _TOOL}], response_format={"type": "text"})
+    assert body.param(RequestError("wrong", field="grammar")) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value"),
+    [
+        ("completions", "max_tokens", True),
+        ("completions", "n", True),
+        ("completions", "temperature", False),
+        ("completions", "stop_token_ids", [True]),
+        ("completions", "logit_bias", {"5": True}),
+        ("completions", "prompt", [True]),
+        ("completions", "keyhole", {"token_budget": True}),
+        ("chat/completions", "max_completion_tokens", True),
+        ("responses", "max_output_tokens", True),
+    ],
+)
+def test_true_is_no_number(address: str, place: str, field: str, value: Any) -> None:
+    """It was taken for 1."""
+    body = {**BEGIN[place], "max_tokens": 2, field: value}
+    answer = httpx2.post(f"{address}/v1/{place}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].partition(".")[0] == field
+
+
+def test_one_error_is_enough_for_a_prompt() -> None:
+    """Every token of a prompt was an error of the forms that it did not have: seconds for a long
+    prompt, in which no client got anything.
+    """
+    prompts = TypeAdapter(CompletionBody.model_fields["prompt"].annotation)
+    with pytest.raises(ValidationError) as error:
+        prompts.validate_python([0.5] * 100)
+    assert error.value.error_count() == 4
+
+
+def test_values_that_are_nested_too_deeply_are_refused(address: str) -> None:
+    """They were status 500."""
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    body = {"messages": [{"role": "user", "content": "a", "deep": deep}]}
+    answer = httpx2.post(f"{address}/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]
+
+
+def test_a_number_that_python_does_not_read_says_so(address: str) -> None:
+    body = b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"
+    error = httpx2.post(f"{address}/v1/completions", content=body, headers=JSON).json()["error"]
+    assert error["message"].startswith("the body is not JSON: Exceeds the limit (4300 digits)")
+
+
+def test_reuse_without_documents_is_refused(address: str) -> None:
+    """It was ignored, and so was a method that there is not."""
+    for place, said in (
+        ("chat/completions", "reuse 'sam_kv' needs documents"),
+        ("completions", "reuse is not supported here; /v1/chat/completions takes it"),
+        ("responses", "reuse is not supported here; /v1/chat/completions takes it"),
+    ):
+        answer = httpx2.post(f"{address}/v1/{place}", json={**BEGIN[place], "reuse": "sam_kv"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "reuse"
+        assert said in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("place", "field", "value", "said"),
     [
@@ -174,6 +295,15 @@ def test_documents_of_a_wrong_form_are_named_as_given(address: str, given: Any, 
     error = httpx2.post(f"{address}/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: ")
+
+
+def test_errors_about_stored_documents_name_the_field(address: str) -> None:
+    """`param` was `query.top_k`, which no request has, and null."""
+    place = f"{address}/v1/documents"
+    found = httpx2.get(place, params={"query": "a", "top_k": 0})
+    assert found.json()["error"]["param"] == "top_k"
+    stored = httpx2.put(f"{place}/a", json={"text": "a", "metadata": {"a": "x" * 5000}})
+    assert stored.json()["error"]["param"] == "metadata"
 
 
 def test_json_that_is_not_said_to_be_json_is_told(address: str) -> None:

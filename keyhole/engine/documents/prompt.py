@@ -53,11 +53,13 @@ def assemble(
     """
     tokenizer = engine.model.tokenizer
     if not (question.strip() if isinstance(question, str) else given_ids("a question", question)):
-        raise RequestError("the question is empty; ask something")
+        raise RequestError("the question is empty; ask something", field="prompt")
     if is_several(names):
         names = [*names]  # of an iterator, or an array
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
-        raise RequestError(f"documents {names!r} must be a list of at least one stored name")
+        raise RequestError(
+            f"documents {names!r} must be a list of at least one stored name", field="documents"
+        )
     if reuse.document_limit is not None and len(set(names)) > reuse.document_limit:
         names = documents.choose(_text_of(tokenizer, question), names, reuse.document_limit)
     each = [*dict.fromkeys(names)]  # a name that occurs twice is opened once

@@ -197,7 +197,9 @@ def _parsed(text: str) -> Any:
 
 
 def _regex(pattern: str) -> str:
-    escaped = re.sub(r"(?<!\\)/", r"\\/", pattern).replace("\n", r"\n")
+    # Escapes are read as a whole: a slash after two backslashes is not escaped.
+    special = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: special.get(found[0], found[0]), pattern)
     return f"/{escaped}/"
 
 

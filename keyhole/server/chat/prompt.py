@@ -120,7 +120,7 @@ def prepared(tokenizer: Any, request: ChatRequest, tool_parser: str) -> Prepared
     if tool_format is not None and request.structured_outputs is None:
         rule = _rule_with_calls(request, forced, CallRules(tool_format, special), rule)
     if not text.strip():
-        raise RequestError("the prompt is empty; give at least one word")
+        raise RequestError("the prompt is empty; give at least one word", field="prompt")
     return PreparedChat(
         token_ids=encode_text(tokenizer, text, special=False),
         grammar=None if rule is None else grammar_of(rule, markers, special, is_inside=inside),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,7 @@ class ToolCallParser(CallParser):
         super().__init__()
         self._format, self._names = tool_format, names
         self._scan = _JsonScan()
+        self._scanned = 0  # characters of an object that has not ended, so none is read twice
         if tool_format.is_bare:
             self._state = self._at_begin
 
@@ -202,11 +204,13 @@ class ToolCallParser(CallParser):
         start = plain.lstrip(_BETWEEN)
         if not start.startswith("{"):
             return self._behind(start, final)
-        found = _HEAD.match(start)
+        found, scanned = _HEAD.match(start), self._scanned
         if found is not None:
-            return self._begin(json.loads(found[1]), start[found.end() :], raw=start)
-        end = _JsonScan().end_of(start)
-        return [] if end is None else self._whole(start[:end], start[end:])
+            self._scan, self._scanned = _JsonScan(), 0
+            return self._begin(_parsed(found[1]), start[found.end() :], raw=start)
+        end = self._scan.end_of(start[scanned:])
+        self._scanned = len(start) if end is None else 0
+        return [] if end is None else self._whole(start[: scanned + end], start[scanned + end :])
 
     def _behind(self, start: str, final: bool) -> list[ToolEvent]:
         """After a call: its end marker, or text."""
@@ -217,8 +221,8 @@ class ToolCallParser(CallParser):
             return self._as_text(start)
         return []
 
-    def _begin(self, name: str, rest: str, *, raw: str) -> list[ToolEvent]:
-        if name not in self._names:
+    def _begin(self, name: Any, rest: str, *, raw: str) -> list[ToolEvent]:
+        if not isinstance(name, str) or name not in self._names:
             return self._as_text(raw)
         self._left, self._state, self._scan = rest, self._in_arguments, _JsonScan()
         return [self._begun(name)]
@@ -240,10 +244,7 @@ class ToolCallParser(CallParser):
 
     def _whole(self, text: str, rest: str) -> list[ToolEvent]:
         """A call with its keys in another order, or with its arguments as a JSON string."""
-        try:
-            call = json.loads(text)
-        except ValueError:
-            call = None
+        call = _parsed(text)
         name = call.get("name") if isinstance(call, dict) else None
         if call is None or not isinstance(name, str) or name not in self._names:
             return self._as_text(text + rest)
@@ -251,6 +252,14 @@ class ToolCallParser(CallParser):
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         self._left, self._state = rest, self._at_call
         return [self._begun(name), CallArguments(self._count - 1, arguments)]
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text; None if it is not JSON, or nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 class _JsonScan:
@@ -338,7 +347,7 @@ class XmlToolCallParser(CallParser):
         found = _PARAMETER.match(start) if "</parameter>" in start else None
         if found is not None:
             self._left, self._given = start[found.end() :], self._given + 1
-            value = json.dumps(_typed(found[2], found[1], self._schema), ensure_ascii=False)
+            value = _as_json(found[2], found[1], self._schema)
             part = f"{', ' if self._given > 1 else '{'}{json.dumps(found[1])}: {value}"
             return [CallArguments(self._count - 1, part)]
         if start.startswith(_END):
@@ -347,11 +356,10 @@ class XmlToolCallParser(CallParser):
         return []
 
 
-def _typed(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
-    """The value of a parameter in the type of its schema."""
-    if is_text((parameters.get("properties") or {}).get(name), parameters):
-        return text
-    try:
-        return json.loads(_AS_PYTHON.get(text.lower(), text))
-    except ValueError:
-        return text
+def _as_json(text: str, name: str, parameters: Mapping[str, Any]) -> str:
+    """The value of a parameter in the type of its schema, as JSON; a string if it is no such."""
+    if not is_text((parameters.get("properties") or {}).get(name), parameters):
+        with suppress(ValueError, RecursionError):  # not JSON, such as NaN, or nested too deeply
+            value = json.loads(_AS_PYTHON.get(text.lower(), text))
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(text, ensure_ascii=False)

@@ -103,6 +103,12 @@ class DocumentQueue:
             was_failed = self._failed.pop(name, None) is not None
         return was_queued or was_failed
 
+    def forget(self, job: Job) -> None:
+        """Forgets a failure, unless a newer job of this name has one."""
+        with self._guard:
+            if self._failed.get(job.name) is job:
+                del self._failed[job.name]
+
     def close(self) -> None:
         """Cancels all jobs and waits for that; takes no more."""
         with self._guard:

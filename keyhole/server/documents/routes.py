@@ -20,7 +20,7 @@ from keyhole.errors import KeyholeError, UnknownNameError
 from keyhole.server.bodies import DocumentBody
 from keyhole.server.documents.convert import decoded, text_of
 from keyhole.server.documents.queue import Job
-from keyhole.server.errors import ApiError, invalid
+from keyhole.server.errors import ApiError, concerning, invalid
 from keyhole.server.gate import bearer
 from keyhole.server.state import State, state_of
 
@@ -171,7 +171,12 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
     if not wait:
         return JSONResponse(_shown(name, None, job), 202)
     # Shielded: a client that disconnects does not cancel the storing.
-    info = await asyncio.shield(asyncio.wrap_future(job.result))
+    try:
+        info = await asyncio.shield(asyncio.wrap_future(job.result))
+    except ApiError:
+        if not await request.is_disconnected():  # the client is told, and nothing was stored
+            state.encoding.forget(job)
+        raise
     return JSONResponse(_shown(name, info, None), 201)
 
 
@@ -236,7 +241,8 @@ async def _enqueue(state: State, job: Job, metadata: Mapping[str, Any] | None, c
     """Adds a job with the client's metadata; ApiError 403 if the caller has too many documents."""
     job.metadata = _marked(metadata, caller)
     if job.metadata is not None:
-        metadata_text(job.metadata)
+        with concerning("metadata"):
+            metadata_text(job.metadata)
     most = state.config.max_documents
     async with state.storing:  # no other request may use up the limit meanwhile
         # Jobs first: one that ends meanwhile is counted as stored.
