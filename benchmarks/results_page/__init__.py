@@ -21,7 +21,16 @@ from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
 from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
-from benchmarks.results_page.text import image, kib, month, paragraph, percent, ratio, written
+from benchmarks.results_page.text import (
+    folded,
+    image,
+    kib,
+    month,
+    paragraph,
+    percent,
+    ratio,
+    written,
+)
 from keyhole.eval.line_file import Line, LineFile
 from keyhole.eval.report.cells import Cell, cells
 from keyhole.eval.report.plot_style import NOTHING
@@ -166,14 +175,15 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
         "Right answers, %:",
         _table(own, lambda cell, _: percent(cell.score)),
         *image(picture, caption),
-        "<details><summary>Keys read, bytes per step, length of answers</summary>",
-        "Share of all keys that a step read, including layers that read everything, %:",
-        _table(own, lambda cell, _: percent(cell.read_share)),
-        "KiB read per step: keys, values, and what the policy reads in order to select:",
-        _table(own, lambda cell, _: kib(cell.bytes_per_step)),
-        "Words written, relative to full attention (below 1: answers stop early):",
-        _table(own, _length),
-        "</details>",
+        folded(
+            "Keys read, bytes per step, length of answers",
+            "Share of all keys that a step read, including layers that read everything, %:",
+            _table(own, lambda cell, _: percent(cell.read_share)),
+            "KiB read per step: keys, values, and what the policy reads in order to select:",
+            _table(own, lambda cell, _: kib(cell.bytes_per_step)),
+            "Words written, relative to full attention (below 1: answers stop early):",
+            _table(own, _length),
+        ),
     ]
 
 

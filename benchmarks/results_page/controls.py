@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.results_page.cells import ASKED, FULL, PageTask
-from benchmarks.results_page.text import image, paragraph, percent, source, written
+from benchmarks.results_page.text import folded, image, paragraph, percent, source, written
 from keyhole.eval import comparisons
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
 from keyhole.eval.line_file import Line
@@ -228,10 +228,11 @@ def _task(task: str, lines: Sequence[Line]) -> list[str]:
         _table(lines, keys, beside, gain),
         "Distance to the oracle, points:",
         _table(lines, keys, beside, distance),
-        "<details><summary>Intervals, keys and bytes read, time of a step</summary>",
-        details.title,
-        written(details.heads, [[_cell(text) for text in row] for row in details.rows]),
-        "</details>",
+        folded(
+            "Intervals, keys and bytes read, time of a step",
+            details.title,
+            written(details.heads, [[_cell(text) for text in row] for row in details.rows]),
+        ),
     ]
 
 
@@ -329,4 +330,4 @@ def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
             texts[f"{line['method']} {line['budget']} {line['length']}"] = shown
     rows = [[f"`{name}`", text] for name, text in texts.items()]
     table = written(["method, budget, length", "settings"], rows)
-    return [f"<details><summary>Settings</summary>\n\n{table}\n\n</details>"]
+    return [folded("Settings", table)]

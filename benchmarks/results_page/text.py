@@ -51,6 +51,12 @@ def month(date: str) -> str:
     return datetime.fromisoformat(date).strftime("%B %Y")
 
 
+def folded(summary: str, *parts: str) -> str:
+    """Paragraphs and tables that open on a click, on the site too, where `markdown` says so."""
+    begin = f"<details markdown><summary>{summary}</summary>"
+    return "\n\n".join([begin, *parts, "</details>"])
+
+
 def source(lines: Sequence[Mapping[str, Any]]) -> str:
     """Machines, versions, dates, commits and commands of stored lines, folded away."""
     versions = lines[-1]["versions"]
@@ -62,4 +68,4 @@ def source(lines: Sequence[Mapping[str, Any]]) -> str:
         f"{machines}; torch {versions['torch']}, transformers {versions['transformers']}; "
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, commit {commits}."
     )
-    return f"<details><summary>How it was measured</summary>\n\n{about}\n\n{commands}\n\n</details>"
+    return folded("How it was measured", about, commands)

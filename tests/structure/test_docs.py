@@ -53,6 +53,12 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert not [link for page in pages for link in broken_links(page)]
 
 
+def test_what_is_folded_away_is_markdown_on_the_site_too() -> None:
+    """The site shows tables in a plain `<details>` as lines of text; GitHub does not."""
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if re.search("<details(?! markdown>)", page.read_text())]
+
+
 def test_the_readme_has_fewer_than_200_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
