@@ -12,7 +12,7 @@ each with the 95 % interval of the paired differences. The verdict is the first 
     cannot tell         no setting can tell, or none of the following holds
     use it              the loss is at most 2 points and the gain above 0, each at the unfavourable
                         end of its interval
-    no better           the gain's interval contains 0 and nothing above 5 points
+    no better           the gain's interval begins at 0 or below, and ends at 5 points or below
     loses               the loss is more than 2 points at its interval's lower end
 
 A method is recommended with its smallest budget for which "use it" holds, and whose loss, like that

@@ -95,7 +95,7 @@ def _make_gauges() -> dict[str, Gauge]:
     the registry when an engine starts.
     """
     meaning = {
-        "attended_fraction": "share of the keys that decode steps read, over all layers",
+        "attended_fraction": "share of the keys that decode steps read, over full-attention layers",
         "keys_read": "keys read by decode steps, summed over tokens and full-attention layers",
         "keys_there": "keys that dense steps would have read",
         "pages_chosen": "pages chosen, summed over decoded tokens and sparse layers",
