@@ -253,16 +253,22 @@ class PageCache:
         """`count` pages with one reference each; None, with nothing changed, if too few are left.
 
         CapacityError, with nothing changed, if there is no memory for them. leave: up to this many
-        pages stay free for later calls: those whose memory the system has most likely provided
-        already, because they were in use, or follow pages in use.
+        pages stay free for later calls, if there is memory: those whose memory the system has most
+        likely provided already, because they were in use, or follow pages in use.
         """
         pages = self.assign(count, leave=leave)
         try:
             self.provide()
-        except BaseException:
+        except BaseException as error:
             self.release(pages or ())
             self.retract()
-            raise
+            if not isinstance(error, CapacityError):
+                raise
+            with self.without_growth():
+                pages = self.assign(count)
+            if pages is None:
+                raise
+            self.provide()
         return pages
 
     def assign(self, count: int, *, leave: int = 0) -> list[int] | None:
@@ -297,11 +303,11 @@ class PageCache:
     @contextmanager
     def without_growth(self) -> Iterator[None]:
         """Within it there are no more pages than now."""
-        self.may_grow = False
+        before, self.may_grow = self.may_grow, False
         try:
             yield
         finally:
-            self.may_grow = True
+            self.may_grow = before
 
     def set_aside(self) -> int | None:
         """A reserved page of zeros, for the padding rows of a step.

@@ -336,8 +336,11 @@ class Engine:
                 raise
             with self.cache.without_growth():
                 smaller = self.scheduler.schedule()
+            self.cache.provide()  # only counts them
             smaller.refused[:0] = plan.refused
-            if not self.scheduler.running:
+            first = smaller.filling
+            has_begun = first is not None and first.filling is not None
+            if not (self.scheduler.running or self.scheduler.lent or has_begun):
                 raise
             return smaller
         return plan
@@ -351,7 +354,7 @@ class Engine:
             while plan.copies:
                 self.cache.copy(*plan.copies[0])
                 self.cache.release(plan.copies.pop(0)[0])
-        except (RuntimeError, MemoryError) as error:
+        except BaseException as error:
             self.scheduler.put_back(plan)
             if not is_out_of_memory(error):
                 raise

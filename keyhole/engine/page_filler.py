@@ -88,8 +88,8 @@ class PageFiller:
         assert work is not None
         try:
             work.run(self._pace)
-        except OutOfPages:
-            self._scheduler.out_of_pages(sequence)
+        except OutOfPages as error:
+            self._scheduler.out_of_pages(sequence, error.__cause__)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

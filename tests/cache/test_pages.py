@@ -102,6 +102,22 @@ def test_pages_that_are_left_come_next_and_none_is_lost() -> None:
     cache.check_integrity([range(40)])
 
 
+def test_pages_are_left_only_if_there_is_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(most=400)
+    taken = cache.allocate(64)
+    assert taken is not None
+    cache.release(taken[60:])
+
+    def fails() -> None:
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(cache, "_grow", fails)
+    assert cache.allocate(4, leave=8) is not None
+    with pytest.raises(CapacityError, match="no memory"):
+        cache.allocate(1)
+    cache.check_integrity([range(64)])
+
+
 def test_new_pages_come_after_those_that_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "_FIRST_PAGES", 8)
     cache = make_cache(most=40)

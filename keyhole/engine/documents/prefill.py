@@ -47,6 +47,7 @@ from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.documents.stored_rows import HotBlocks, PinnedRing
 from keyhole.engine.head_runner import HeadRunner
 from keyhole.engine.sequence import Sequence as Request
+from keyhole.errors import CapacityError
 from keyhole.models.model import Model
 from keyhole.models.positions import RopeShift
 from keyhole.policies.base import Policy
@@ -319,14 +320,22 @@ class _Prompt:
     def _taken(self, take: Callable[[], _T | None], num_pages: int) -> _T:
         """What `take` returns; cached prefixes are evicted for it if it has too few pages at first.
 
-        num_pages: the most that it takes. OutOfPages if they are still too few.
+        num_pages: the most that it takes. OutOfPages if they are still too few, with an error as
+        its cause if the system has no memory for more.
         """
-        found = take()
-        if not found:
-            self._owner.evict(num_pages)
+        cause = None
+        try:
             found = take()
+            if not found:
+                self._owner.evict(num_pages)
+                found = take()
+        except CapacityError as error:
+            cause = error
+            with self._owner.cache.without_growth():
+                self._owner.evict(num_pages)
+                found = take()
         if not found:
-            raise OutOfPages
+            raise OutOfPages from cause
         return found
 
     def _everywhere(self, kept: Tensor) -> Tensor | None:

@@ -150,13 +150,16 @@ class Scheduler:
             stored = (one for one in plan.admitted if one.context is not None)
             self.waiting.stalled = next(stored, None)
 
-    def out_of_pages(self, sequence: Sequence) -> None:
+    def out_of_pages(self, sequence: Sequence, cause: BaseException | None = None) -> None:
         """Releases the pages of a sequence being filled, to wait until others end.
 
-        CapacityError if no others hold pages.
+        CapacityError if no others hold pages. cause: what the system had no memory for; None: the
+        cache may not grow further.
         """
         self._drop(sequence)
         if not (self.running or self.lent):
+            if cause is not None:
+                raise cause
             raise CapacityError(
                 f"documents and question have {sequence.num_prompt} tokens, and what is kept of "
                 f"them does not fit into {self._cache.max_pages * self._cache.page_size} tokens of "
@@ -254,6 +257,8 @@ class Scheduler:
             sequence.num_computed = 0
             if self.running and (sequence.context is not None or not self._cache.may_grow):
                 self.waiting.stalled = sequence
+            if sequence.context is None and self._take_from_later(sequence):
+                return self._admit(sequence, copies)
             return False
         if sequence.context is None:
             if sequence.begun is None:  # after a pre-emption its own pages may be known
@@ -262,6 +267,19 @@ class Scheduler:
             sequence.loading = self._loads(sequence)
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
+        return True
+
+    def _take_from_later(self, sequence: Sequence) -> bool:
+        """Releases the pages of documents filled for a later sequence; False if it has none.
+
+        Not while others hold pages, which become free without that.
+        """
+        begun = self.waiting.begun
+        if self.running or self.lent or begun is None:
+            return False
+        if self.waiting.index(begun) < self.waiting.index(sequence):
+            return False  # it runs first
+        self._drop(begun)
         return True
 
     def _reserve_or_preempt(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> bool:

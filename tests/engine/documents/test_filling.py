@@ -285,6 +285,75 @@ def test_nobody_passes_a_question_that_waits_for_pages(llms: dict[str, tuple[LLM
     assert len(late.generated) == 5
 
 
+def without_memory(llm: LLM, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on there is memory for so many pages."""
+    cache = llm.engine.cache
+    monkeypatch.setattr("keyhole.cache.pages._FIRST_PAGES", pages)
+    cache.release(cache.allocate(pages) or [])
+
+    def fails() -> None:
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(cache, "_grow", fails)
+
+
+@pytest.mark.parametrize("is_limit", [True, False])
+def test_a_prompt_takes_the_pages_of_a_question_after_it(
+    llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch, is_limit: bool
+) -> None:
+    """Nobody runs, and the filled question is admitted only after the prompt."""
+    llm, _ = llms["llama"]
+    limit = {"memory": 4 * 80 * llm.engine.geometry.token_bytes} if is_limit else {}
+    other = opened(llm, Units(1, 8), **limit)
+    if not is_limit:
+        without_memory(other, 80, monkeypatch)
+    with ExitStack() as stack:
+        other.engine.add(tokens(4, 2), PARAMS)
+        asked = submitted(other, stack, "reuse")
+        while asked.filling is None or asked.filling.filled is None:
+            other.engine.step()
+        prompt = other.engine.add(tokens(100, 3), PARAMS, caller="another")
+        for _ in range(400):
+            other.engine.step()
+            other.engine.check_integrity()
+    assert prompt.finish_reason == asked.finish_reason == "length"
+    assert prompt.token_times[-1] < asked.token_times[0]
+    assert asked.generated == filled(opened(llm, AtOnce()), "reuse")[0].generated
+
+
+@pytest.mark.parametrize("pages", [75, 90])
+def test_a_question_waits_for_pages_that_have_memory(
+    llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """Without memory for more: either it fits at once, without spare pages, or after the other."""
+    llm, _ = llms["llama"]
+    other = opened(llm, Units(1, 8))
+    without_memory(other, pages, monkeypatch)
+    with ExitStack() as stack:
+        running = other.engine.add(tokens(30, 1), LONG)
+        other.engine.step()
+        asked = submitted(other, stack, "reuse")
+        while other.engine.has_work:
+            other.engine.step()
+            other.engine.check_integrity()
+    assert running.finish_reason == asked.finish_reason == "length"
+    assert (running.token_times[-1] < asked.token_times[0]) == (pages == 75)
+    assert asked.generated == filled(opened(llm, AtOnce()), "reuse")[0].generated
+
+
+def test_a_question_is_refused_with_what_had_no_memory(
+    llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = llms["llama"]
+    other = opened(llm, Units(1, 8))
+    without_memory(other, 30, monkeypatch)
+    with ExitStack() as stack:
+        asked = submitted(other, stack, "reuse")
+        to_its_end(other, asked)
+    assert str(asked.error) == "no memory"
+    assert other.engine.cache.in_use == 0
+
+
 def test_what_never_fits_is_refused_alone(llms: dict[str, tuple[LLM, Any]]) -> None:
     llm, _ = llms["llama"]
     other = opened(llm, Units(1, 8), memory=4 * 30 * llm.engine.geometry.token_bytes)
