@@ -174,6 +174,11 @@ def candidates_of(
 ) -> list[int]:
     """The layers that may select; ConfigError if no sparse layer would remain."""
     candidates = [layer for layer in layers if layer not in full_layers]
+    right = (
+        f"without at least two of the {len(layers)} full-attention layers: one that selects, and "
+        "one that uses its selection"
+    )
+    require(len(candidates) > 1, "full_layers", tuple(full_layers), right)
     require(
         is_count(num_delta_layers) and num_delta_layers < len(candidates),
         "num_delta_layers",

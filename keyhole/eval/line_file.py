@@ -102,7 +102,8 @@ class LineFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 if file.tell() == self._size:  # otherwise another run has repaired it
-                    if self._cut_off:
+                    # Another run may have replaced it by a line of just this length.
+                    if self._cut_off and self._last_byte() != b"\n":
                         file.truncate(self._size - self._cut_off)
                     file.write(self._between)
                 file.write(text.encode())
@@ -115,6 +116,11 @@ class LineFile:
         # As it will be read back: lists instead of tuples.
         self.lines.append(json.loads(text))
         self._index.setdefault(_key(self.lines[-1]), []).append(self.lines[-1])
+
+    def _last_byte(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read()
 
     def _read(self, text: bytes, number: int) -> Line:
         found = _object(text)

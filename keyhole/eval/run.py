@@ -122,6 +122,7 @@ class Evaluation:
     def run(self) -> EvalOutcome:
         """Measures the cells that the file lacks and adds each as soon as it is done."""
         outcome, groups = EvalOutcome(), list(self._grid.groups())
+        self._before = set(map(id, self._file.lines))
         asked = {length: self._asked(length) for length in self._grid.lengths}
         total = sum(len(asked[group.length]) for group in groups)
         bar = tqdm(total=total, unit="cell", disable=None)
@@ -174,12 +175,10 @@ class Evaluation:
                 raise one.error
             fields = self._fields(group, one.measured)
             stored = self._file.find(fields, group.samples, one.known_by)
+            found = line = stored
             if stored is None:  # the same policy may have been measured for another purpose
-                line = self._file.find(fields, group.samples)
-                line = line and one.instead_of(line)
-            else:
-                line = stored
-            measured = line is None
+                found = self._file.find(fields, group.samples)
+                line = found and one.instead_of(found)
             line = line or self._measured(group, one, full) | fields
             if self._lacks_maps(line, one):
                 line = line | {"selection_maps": self._maps(group, one.policy)}
@@ -192,7 +191,7 @@ class Evaluation:
             self._file.add(line)
         if line not in outcome.lines:  # two budgets may be equal
             outcome.lines.append(line)
-            outcome.stored += not measured
+            outcome.stored += id(found) in self._before
         return line
 
     def _measured(self, group: Group, one: Condition, full: Line | None) -> Line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from keyhole.retrieval.config import HeadConfig
 
 #: Positions of Bloom, which names no longest sequence.
 _ALIBI_LENGTH = 65536
+# Numbers of each parameter that go into the digest: all weights of an 8B model would take a minute,
+# and two trainings of one model agree nowhere.
+_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +115,23 @@ def distinct_feature_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers < 7:
         layers = (min(1, num_layers - 1), num_layers // 2, num_layers - 1)
     return tuple(sorted(set(layers)))
+
+
+def weights_digest(network: nn.Module) -> str:
+    """A digest of names, shapes and some numbers of every parameter and every stored buffer.
+
+    Quantised weights are buffers.
+    """
+    found = hashlib.sha256()
+    buffers = {
+        name: value
+        for name, value in network.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    }
+    tensors = dict(network.named_parameters()) | buffers
+    for name, parameter in sorted(tensors.items()):
+        flat = parameter.detach().flatten()
+        step = max(1, len(flat) // _SAMPLES)
+        numbers = flat[::step][:_SAMPLES].float().cpu().numpy().tobytes()
+        found.update(f"{name}{tuple(parameter.shape)}".encode() + numbers)
+    return found.hexdigest()[:16]

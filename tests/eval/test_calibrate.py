@@ -173,6 +173,8 @@ def test_a_choice_that_leaves_no_sparse_layer_is_refused(method: Any) -> None:
     measured.place(method, 3, (0,))
     with pytest.raises(ConfigError, match=r"num_delta_layers 4 .* fewer than the 4"):
         measured.place(method, 4, (0,))
+    with pytest.raises(ConfigError, match=r"full_layers \(0, 1, 2, 3\) must be without at least"):
+        measured.place(method, 1, (0, 1, 2, 3))  # it was: 1 must be at least 1, fewer than the 1
 
 
 def test_layers_with_a_window_of_their_own_have_no_part() -> None:

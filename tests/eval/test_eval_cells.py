@@ -130,6 +130,15 @@ def test_one_measurement_serves_as_method_and_as_control(model: Model, tmp_path:
     assert comparison.controls == {"random": 0, "oracle": 1}
 
 
+def test_a_new_file_has_no_cell_from_before(model: Model, tmp_path: Path) -> None:
+    """A method that is the control of another one counted as stored before."""
+    work = Counted()
+    found = run(model, tmp_path / "a", work, "quest", "streaming_llm", terms=EQUAL)
+    assert (found.stored, len(work.asked), len(found.lines)) == (0, 5, 6)
+    again = run(model, tmp_path / "a", work, "quest", "streaming_llm", terms=EQUAL)
+    assert (again.stored, len(work.asked)) == (6, 5)
+
+
 def test_a_line_of_another_label_is_stored_under_this_one(model: Model, tmp_path: Path) -> None:
     """The suite `paper` looks lines up by label, and dropped the verdict of such a method."""
     work, path = Counted(), tmp_path / "a"

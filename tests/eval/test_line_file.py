@@ -68,6 +68,16 @@ def test_a_line_that_was_cut_off_is_taken_out(tmp_path: Path, kept: int) -> None
     assert written(path) == [FIRST, {"task": "c"}, {"task": "d"}]
 
 
+def test_two_runs_that_find_the_same_cut_off_line_both_keep_theirs(tmp_path: Path) -> None:
+    """The second took out the first one's line where that was as long as the cut-off one."""
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"task": "t", ')  # 14 bytes
+    one, other = LineFile(path), LineFile(path)
+    one.add({"task": "a"})  # 14 with the newline
+    other.add({"task": "b"})
+    assert written(path) == [{"task": "a"}, {"task": "b"}]
+
+
 def test_a_whole_line_without_an_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(FIRST))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from keyhole.engine.documents.fingerprint import _weights
 from keyhole.models.loading import load
 from keyhole.models.locate import locate
 from keyhole.models.positions import _frequencies
 from keyhole.models.shrink import mapped, random_model, shrink
+from keyhole.retrieval.target import weights_digest
 from tests.checkpoints import make_model
 
 
@@ -23,7 +23,7 @@ def test_mapped_weights_and_frequencies_are_those_of_the_loaded_model(
     checkpoint = make_model(family, tmp_path)
     network, model = mapped(locate(checkpoint), torch.float32), load(checkpoint, "cpu")
     assert network is not None
-    assert _weights(network) == _weights(model.network)
+    assert weights_digest(network) == weights_digest(model.network)
     for kind in set(getattr(network.config, "layer_types", None) or ["full_attention"]):
         own, other = (
             _frequencies(one.base_model.rotary_emb, kind) for one in (network, model.network)

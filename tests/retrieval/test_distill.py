@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -138,6 +139,15 @@ def test_a_run_goes_on_with_its_own_texts_only(network: Any, tmp_path: Path) -> 
         train.train(network, other, RECIPE, tmp_path, resume=True)
     same = FileCorpus(one.texts, "--data 'moved.txt'")
     assert train.train(network, same, RECIPE, tmp_path, resume=True).finished
+
+
+def test_a_run_goes_on_with_its_own_model_only(network: Any, tmp_path: Path) -> None:
+    """A model of the same shape was taken without a word."""
+    train.train(network, Texts(), RECIPE, tmp_path, stop=lambda: True)
+    other = make_network(network.config, seed=1)
+    with pytest.raises(ConfigError, match="made for a model with other weights, or for this one"):
+        train.train(other, Texts(), RECIPE, tmp_path, resume=True)
+    assert train.train(copy.deepcopy(network), Texts(), RECIPE, tmp_path, resume=True).finished
 
 
 def test_the_figures_go_on_with_the_run(network: Any, tmp_path: Path) -> None:

@@ -6,14 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-from torch import Tensor, nn
-
 from keyhole.models.model import Model
 from keyhole.retrieval.head import RetrievalHead
-
-# Numbers of each parameter that go into the digest: all weights of an 8B model would take a minute,
-# and two trainings of one model agree nowhere.
-_SAMPLES = 64
+from keyhole.retrieval.target import weights_digest
 
 
 def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None) -> dict[str, str]:
@@ -30,7 +25,7 @@ def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None
     found = {
         "family": str(config.model_type),
         "revision": str(getattr(config, "_commit_hash", None)),
-        "weights": _weights(model.network),
+        "weights": weights_digest(model.network),
         "tokenizer": _tokenizer(model.tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": _digest(json.dumps(rope, sort_keys=True, default=str)),
@@ -46,33 +41,13 @@ def fingerprint(model: Model, kv_dtype: str = "auto", adapter: str | None = None
 def head_fingerprint(head: RetrievalHead) -> str:
     """A digest of what a retrieval head's stored keys depend on besides the model."""
     config = json.dumps(vars(head.config), sort_keys=True)
-    return _digest(f"{config} {_weights(head)}")
+    return _digest(f"{config} {weights_digest(head)}")
 
 
 def vars_of(layout: Any) -> dict[str, Any]:
     """The fields of a layer's layout, without those that concern `kv_dtype`."""
     names = layout.__dataclass_fields__.keys() - {"scale_bytes", "alibi"}
     return {name: getattr(layout, name) for name in names}
-
-
-def _weights(network: nn.Module) -> str:
-    """A digest of names, shapes and some numbers of every parameter and every stored buffer.
-
-    Quantised weights are buffers.
-    """
-    found = hashlib.sha256()
-    buffers = {
-        name: value
-        for name, value in network.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    }
-    tensors = dict(network.named_parameters()) | buffers
-    for name, parameter in sorted(tensors.items()):
-        flat = parameter.detach().flatten()
-        step = max(1, len(flat) // _SAMPLES)
-        numbers = flat[::step][:_SAMPLES].float().cpu().numpy().tobytes()
-        found.update(f"{name}{tuple(parameter.shape)}".encode() + numbers)
-    return found.hexdigest()[:16]
 
 
 def _tokenizer(tokenizer: Any) -> str:

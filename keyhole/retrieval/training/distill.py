@@ -55,7 +55,7 @@ class Distiller(TrainingRun):
         config = _settled(config, shape, given)
         head = _random(network, config) if given is None else _copy(given, config)
         module = _draft(network, head, config.seed, before) if eagle else head
-        super().__init__(module, corpus, config)
+        super().__init__(network, module, corpus, config)
         self._network = network
         self._teacher = Teacher(network, head.config.feature_layers)
         self._device = shape.embedding.device

@@ -137,7 +137,7 @@ class GateDistiller(TrainingRun):
         config = dataclasses.replace(config, length=length, learning_rate=rate)
         self._network, self._device = network, shape.embedding.device
         gate = _first_gate(network, config.block_size, self._device)
-        super().__init__(gate, corpus, config)
+        super().__init__(network, gate, corpus, config)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the gate. ConfigError if it cannot be written."""

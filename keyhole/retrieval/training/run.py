@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from keyhole.config import require
 from keyhole.errors import ConfigError, NumericalError
+from keyhole.retrieval.target import weights_digest
 from keyhole.retrieval.training.training_config import Corpus, TrainingConfig
 
 #: Texts are this long and powers of two times that, up to the longest.
@@ -62,8 +63,11 @@ class TrainingRun(ABC):
     config: with every None resolved. shown: the smoothed figures of the steps so far.
     """
 
-    def __init__(self, module: nn.Module, corpus: Corpus, config: TrainingConfig) -> None:
+    def __init__(
+        self, network: nn.Module, module: nn.Module, corpus: Corpus, config: TrainingConfig
+    ) -> None:
         self.module, self.config, self._corpus = module, config, corpus
+        self._model = weights_digest(network)
         self.step = self.tokens = 0
         self.shown: dict[str, float] = {}
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -123,6 +127,7 @@ class TrainingRun(ABC):
             "config": dataclasses.asdict(self.config),
             "weights": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "model": self._model,
             "data": {"name": self._corpus.name, "digest": self._corpus.digest},
             "step": self.step,
             "tokens": self.tokens,
@@ -130,7 +135,7 @@ class TrainingRun(ABC):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resumes from a state with the same config, texts and target; ConfigError if they
+        """Resumes from a state with the same config, texts and model; ConfigError if they
         differ, or if another version of Keyhole wrote the state.
         """
         if state.keys() != self.state().keys():
@@ -152,6 +157,11 @@ class TrainingRun(ABC):
             self.module.load_state_dict(state["weights"])
         except RuntimeError as error:
             raise ConfigError("the run to resume was made for a model of another shape") from error
+        if state["model"] != self._model:
+            raise ConfigError(
+                "the run to resume was made for a model with other weights, or for this one in "
+                "another dtype"
+            )
         for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         self.step, self.tokens, self.shown = state["step"], state["tokens"], state["shown"]
