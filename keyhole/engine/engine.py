@@ -325,7 +325,7 @@ class Engine:
     def _schedule(self) -> SchedulerOutput:
         """The step, with memory for its new pages; if there is none, a step without new memory.
 
-        CapacityError if nothing can run without.
+        If nothing can run without, the first request ends with the error.
         """
         plan = self.scheduler.schedule()
         try:
@@ -338,10 +338,11 @@ class Engine:
                 smaller = self.scheduler.schedule()
             self.cache.provide()  # only counts them
             smaller.refused[:0] = plan.refused
-            first = smaller.filling
-            has_begun = first is not None and first.filling is not None
-            if not (self.scheduler.running or self.scheduler.lent or has_begun):
-                raise
+            filled = smaller.filling is not None and smaller.filling.filling is not None
+            if not (self.scheduler.running or self.scheduler.lent or filled):
+                first = self.scheduler.waiting[0]
+                self.scheduler.refuse(first, error)
+                smaller.refused.append(first)
             return smaller
         return plan
 

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from keyhole.config import SamplingParams
 from keyhole.engine.engine import Engine
 from keyhole.engine.sequence import Sequence
-from keyhole.errors import CapacityError
 from tests.policies.recording import run
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -34,14 +33,11 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 15))
     def run(self, count: int) -> None:
         for _ in range(count):
-            try:
-                self.engine.step()
-            except CapacityError:
-                assert self.is_full
-                assert not self.engine.scheduler.running
-                return
-            finally:
-                self.engine.check_integrity()
+            ended = {one for one in self.requests if one.error is not None}
+            self.engine.step()
+            self.engine.check_integrity()
+            for one in self.requests:
+                assert one.error is None or one in ended or self.is_full, one.error
             self.after_step()
 
     def after_step(self) -> None:

@@ -173,6 +173,27 @@ def test_without_memory_to_grow_requests_take_turns(
     llm.engine.check_integrity()
 
 
+def test_a_request_without_memory_to_run_alone_ends_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyhole.cache.pages._FIRST_PAGES", 16)
+    one = engine(model, None)
+    first = one.add(PROMPTS[0], PARAMS)
+    one.step()
+
+    def fails(*_: object) -> torch.Tensor:
+        raise TORCH_IS_OUT
+
+    monkeypatch.setattr("keyhole.cache.huge_pages.enlarged", fails)
+    large, grown, small = (one.add([7] * size, PARAMS) for size in (300, 120, 60))
+    while one.has_work:
+        one.step()
+        one.check_integrity()
+    assert isinstance(large.error, CapacityError)
+    assert isinstance(grown.error, CapacityError)
+    assert [len(request.generated) for request in (first, large, grown, small)] == [60, 0, 9, 60]
+
+
 @pytest.mark.slow
 def test_a_request_that_gave_way_does_not_count_its_own_prompt_as_cached(model: Model) -> None:
     """It finds the pages that it filled itself before; nothing of it was known when it came."""

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from keyhole.async_llm import AsyncLLM
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
+from keyhole.server import logs
 from keyhole.server.app import create_app
 from keyhole.server.run import SWITCH_S
 from keyhole.server.state import MOST_KEPT, History, State
@@ -69,6 +71,7 @@ class Replica:
 
     def __init__(self, settings: RaySettings, conversations: DeploymentHandle[Any]) -> None:
         self._exporting: asyncio.Future[None] | None = None
+        self._log = ExitStack()
         try:
             llm = make_llm(settings)
         except KeyholeError as error:
@@ -76,6 +79,7 @@ class Replica:
             raise
         sys.setswitchinterval(SWITCH_S)
         config = settings.server_config()
+        self._log.enter_context(logs.configured(config.log_format))  # Ray keeps what it writes
         served = AsyncLLM(llm, stream_interval=config.stream_interval)
         self._app = create_app(served, config)
         self._state: State = self._app.state.keyhole
@@ -86,6 +90,7 @@ class Replica:
     def __del__(self) -> None:
         if self._exporting is not None:  # None if the engine could not start
             self._exporting.cancel()
+        self._log.close()
 
     async def answer(
         self, key: str, scope: dict[str, Any], body: bytes

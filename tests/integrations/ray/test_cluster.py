@@ -105,7 +105,7 @@ class Load:
 def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     documents = str(tmp_path_factory.mktemp("documents"))
     settings = {"num_replicas": 2, "documents": documents, "max_batch": 8}
-    with cluster.application(model=model, **settings) as address:
+    with cluster.application(model=model, log_format="json", **settings) as address:
         yield address
 
 
@@ -115,6 +115,22 @@ def test_a_body_may_be_larger_than_grpcs_messages_are_by_default(address: str) -
     place = f"{address}/v1/completions"
     got = httpx2.post(place, content=content, headers=headers, timeout=TIMEOUT)
     assert got.json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_replica_logs_each_request(address: str) -> None:
+    folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    name = {"x-request-id": "one-of-the-log"}
+    got = httpx2.post(f"{address}/v1/completions", json=body("hello", 2), headers=name)
+    assert got.status_code == 200
+
+    def logged() -> list[Any]:
+        texts = [file.read_text(errors="replace") for file in folder.glob("worker-*.err")]
+        lines = [line for line in "\n".join(texts).splitlines() if name["x-request-id"] in line]
+        return [json.loads(line) for line in lines if line.startswith("{")]  # others are Serve's
+
+    until(lambda: bool(logged()))
+    (line,) = logged()
+    assert (line["path"], line["status"], line["completion_tokens"]) == ("/v1/completions", 200, 2)
 
 
 def test_a_killed_replica_breaks_streams_alone_and_comes_back(address: str) -> None:
