@@ -343,6 +343,7 @@ class Engine:
                 first = self.scheduler.waiting[0]
                 self.scheduler.refuse(first, error)
                 smaller.refused.append(first)
+                smaller.filling = None
             return smaller
         return plan
 
