@@ -56,9 +56,10 @@ def submitted(
     case: str = "sam_kv",
     names: list[str] = NAMES,
     params: SamplingParams = PARAMS,
+    question: list[int] = QUESTION,
 ) -> Sequence:
     method = method_of(llm, case)
-    asked = assembled(llm, stack, names, QUESTION, method, PREFIX, SEPARATOR)
+    asked = assembled(llm, stack, names, question, method, PREFIX, SEPARATOR)
     return llm.engine.add(asked.tokens, params, context=asked.context, keep_logits=True)
 
 
@@ -341,16 +342,19 @@ def test_a_question_waits_for_pages_that_have_memory(
     assert asked.generated == filled(opened(llm, AtOnce()), "reuse")[0].generated
 
 
+@pytest.mark.parametrize("pages", [30, 90])
 def test_a_question_is_refused_with_what_had_no_memory(
-    llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch
+    llms: dict[str, tuple[LLM, Any]], monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
+    """Either its documents, or only the question after them."""
     llm, _ = llms["llama"]
     other = opened(llm, Units(1, 8))
-    without_memory(other, 30, monkeypatch)
+    without_memory(other, pages, monkeypatch)
     with ExitStack() as stack:
-        asked = submitted(other, stack, "reuse")
+        asked = submitted(other, stack, "reuse", question=tokens(200, 9))
         to_its_end(other, asked)
     assert str(asked.error) == "no memory"
+    assert asked.filling is None
     assert other.engine.cache.in_use == 0
 
 
