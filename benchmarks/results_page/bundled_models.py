@@ -149,8 +149,10 @@ def far_section(lines: Sequence[Line]) -> list[str]:
             "over layers and texts. *newest*: the share of a list that is among the first and "
             "newest pages; *chance*: what two random lists share. DELTA's paper shows maps of "
             "consecutive layers (figure 1), which it calls highly correlated, and gives no number. "
-            "SpeContext's says over 80 % of a list of tokens for the next step (figure 6b). **None "
-            "of these models reaches that**: the words of a sentence look for different things, so "
+            "SpeContext's says that over 80 % of the tokens that its head selects are selected "
+            "again at the next step (figure 6b); [the head of "
+            "`tiny-hops`](speed.md#offloaded-layers-of-keyhole-hops) repeats fewer, too. **None of "
+            "these models reaches that**: the words of a sentence look for different things, so "
             "lists are more alike four and eight steps later."
         ),
         written(
