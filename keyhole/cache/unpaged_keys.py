@@ -52,12 +52,17 @@ class UnpagedKeys:
 
     def _grow(self, count: int) -> bool:
         """Makes room for `count` tokens more than are in use; twice as many as there were."""
+        before = self._cache.reserved
         capacity = max(2 * len(self.keys), self.in_use + count)
         if not self._cache.reserve(self._num_pages(capacity)):
             capacity = self.in_use + count
             if not self._cache.reserve(self._num_pages(capacity)):
                 return False
-        keys = self.keys.new_empty(capacity, *self.keys.shape[1:])
+        try:
+            keys = self.keys.new_empty(capacity, *self.keys.shape[1:])
+        except BaseException:
+            self._cache.reserve(before)
+            raise
         keys[: len(self.keys)] = self.keys
         self._free = np.concatenate([self._free, np.arange(len(self.keys), capacity)])
         self.keys = keys

@@ -11,6 +11,7 @@ Token space: all tokens of all documents in a row, T of them; document i owns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -161,3 +162,8 @@ def starts(documents: Sequence[PlacedDocument]) -> list[int]:
     for document in documents:
         edges.append(edges[-1] + document.length)
     return edges
+
+
+def rounded_up(share: float, number: int) -> int:
+    """`share` of `number`, rounded up; 0.07 of 100 is 7, though their product in floats is more."""
+    return math.ceil(round(share * number, 9))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from keyhole.documents.record import LayerStatistics
-from keyhole.reuse.base import PlacedDocument
+from keyhole.reuse.base import PlacedDocument, rounded_up
 from keyhole.reuse.block_statistics import block_means
 
 
@@ -179,7 +179,7 @@ def choose(
     divided by n, rounded up. Equal scores: the earlier document, then the earlier block.
     """
     sizes = [part.shape[1] for part in scores]
-    numbers = [math.ceil(share * size) for share, size in zip(shares, sizes, strict=True)]
+    numbers = [rounded_up(share, size) for share, size in zip(shares, sizes, strict=True)]
     offers = [best(part, number) for part, number in zip(scores, numbers, strict=True)]
     offered = torch.cat(offers, 1)
     standard = torch.cat([standardised(part) for part in scores], 1)

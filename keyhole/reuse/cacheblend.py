@@ -35,7 +35,6 @@ Differences (theirs | ours | effect measured):
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -44,7 +43,7 @@ import torch
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import is_count, is_number, require, require_known, setting
-from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, starts
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, rounded_up, starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +102,7 @@ class CacheBlend(Reuse):
     ) -> RecomputePlan:
         """The tokens of largest deviation continue; ties go to the earlier token."""
         total = deviation[DEVIATIONS[self.deviation]].sum(0)
-        number = math.ceil(self.recompute_ratio * len(total))
+        number = rounded_up(self.recompute_ratio, len(total))
         chosen = total.argsort(descending=True, stable=True)[:number]
         recomputed = torch.zeros_like(plan.recomputed)
         recomputed[:, chosen.to(recomputed.device)] = True

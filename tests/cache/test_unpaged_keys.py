@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from keyhole.cache.layout import Geometry, LayerLayout
@@ -72,3 +73,21 @@ def test_the_keys_of_all_heads_count() -> None:
     held = keys.hold(np.arange(9), 9)
     assert held is not None
     assert pages.reserved == 3
+
+
+def test_without_memory_nothing_is_taken_from_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = cache(100)
+    keys = UnpagedKeys(pages, 1, 2)
+    first = keys.hold(np.arange(9), 9)
+    assert first is not None
+    reserved = pages.reserved
+    with monkeypatch.context() as without:
+        without.setattr(torch.Tensor, "new_empty", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            keys.hold(np.arange(40), 40)
+    assert pages.reserved == reserved
+    assert keys.in_use == 9
+
+
+def raise_out_of_memory(*_: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError

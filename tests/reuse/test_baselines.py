@@ -12,7 +12,7 @@ import torch
 
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.errors import ConfigError
-from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse
+from keyhole.reuse.base import PlacedDocument, RecomputePlan, Reuse, rounded_up
 from keyhole.reuse.baselines import FullReuse, Recompute
 from keyhole.reuse.cacheblend import CacheBlend
 from keyhole.reuse.epic import Epic
@@ -88,6 +88,15 @@ def test_cacheblend_computes_all_at_first_then_what_deviates_most(
     assert torch.equal(revised.kept, plan.kept)
     for row in revised.recomputed:
         assert row.nonzero().flatten().tolist() == sorted(chosen)
+
+
+@pytest.mark.parametrize(
+    ("share", "of", "number"), [(0.07, 100, 7), (0.001, 72, 1), (1 / 3, 3, 1), (0.5, 5, 3)]
+)
+def test_a_share_is_rounded_up_unless_floats_alone_are_above(
+    share: float, of: int, number: int
+) -> None:
+    assert rounded_up(share, of) == number
 
 
 @pytest.mark.parametrize(("ratio", "number"), [(0.0, 0), (1.0, 72), (0.001, 1), (0.5, 36)])
