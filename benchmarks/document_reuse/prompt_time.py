@@ -17,7 +17,7 @@ import benchmarks
 from benchmarks import command
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
-from benchmarks.paper.kinds import DocumentSettings
+from benchmarks.paper.settings import DocumentSettings
 from keyhole.bench import measure
 from keyhole.bench.settings import SHAPES
 

@@ -28,7 +28,6 @@ from benchmarks.results_page.text import (
     month,
     paragraph,
     percent,
-    ratio,
     written,
 )
 from keyhole.eval.line_file import Line, LineFile
@@ -206,8 +205,9 @@ def _table(own: list[Cell], text: Callable[[Cell, Cell | None], str]) -> str:
 
 
 def _length(cell: Cell, full: Cell | None) -> str:
-    found = ratio(cell, full)
-    return NOTHING if found is None else f"{found:.2f}"
+    if full is None or not cell.tokens_generated or not full.tokens_generated:
+        return NOTHING
+    return f"{cell.tokens_generated / full.tokens_generated:.2f}"
 
 
 def _samples(own: list[Cell]) -> str:
