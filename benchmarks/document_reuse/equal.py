@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks import read_lines
 from benchmarks.document_reuse.methods import EQUAL, PAIRS
 from benchmarks.document_reuse.page import PAGE, Line, Lines
-from benchmarks.results_page.text import between, written
-from keyhole.eval.comparisons import gain, wilson
+from benchmarks.results_page.text import between, share, written
+from keyhole.eval.comparisons import gain
 
 #: The comments around the tables of each model.
 TINY, HOPS, SCRATCH = (
@@ -74,11 +74,7 @@ def _shares(found: dict[str, Line]) -> str:
     rows = []
     for name in EQUAL:
         own = [_result(line, name) for line in found.values()]
-        cells = []
-        for result in own:
-            low, high = wilson(sum(result["right"]), len(result["right"]))
-            share = f"{100 * result['exact']:.0f}"
-            cells.append(f"{share} ({100 * low:.0f} to {100 * high:.0f})")
+        cells = [share(sum(result["right"]), len(result["right"])) for result in own]
         cells += [
             f"{sum(result[field] for result in own) / len(own):.1%}"
             for field in ("sequence_ratio", "recompute_ratio")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from keyhole.eval.comparisons import wilson
 from keyhole.eval.report.plot_style import NOTHING
 
 _WIDTH = 100
@@ -38,6 +39,12 @@ def image(name: str | None, text: str) -> list[str]:
 def percent(value: float | None, unit: str = "") -> str:
     """Formats a percentage with three digits: 100, 99.5."""
     return NOTHING if value is None else f"{100 * value:.3g}{unit}"
+
+
+def share(count: int, samples: int) -> str:
+    """A share in percent with its Wilson interval."""
+    low, high = wilson(count, samples)
+    return f"{100 * count / samples:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def kib(value: float | None) -> str:
