@@ -128,13 +128,13 @@ def test_only_what_a_cell_lacks_is_measured(
 ) -> None:
     path, asked = tmp_path / "samkv.jsonl", []
 
-    def count(_: Any, kind: str, shape: str, variants: Any, items: int, size: int) -> Any:
+    def count(_: Any, kind: str, shape: str, variants: Any, items: int, size: int, *__: Any) -> Any:
         asked.append((kind, shape, list(variants), items, size))
         zero = dict.fromkeys(("exact", "f1", "sequence_ratio", "recompute_ratio", "bytes_read"), 0)
         return [{"method": name, "ttft_ms": 1.0, **zero} for name in variants]
 
     monkeypatch.setattr(samkv, "count", count)
-    arguments = argparse.Namespace(output=path, items=2, again=False, note="")
+    arguments = argparse.Namespace(output=path, items=2, again=False, note="", equal=False)
     first = {name: METHODS[name] for name in ("recompute", "reuse")}
     every = first | {"sam_kv extremes": METHODS["sam_kv extremes"]}
     where = ("one/ends", "4x512")
