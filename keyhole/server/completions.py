@@ -227,25 +227,25 @@ async def respond(
     """
     state = state_of(request)
     limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
-    exchange = _Exchange(state, answer, streams, used_passages, limit)
+    answering = _Answering(state, answer, streams, used_passages, limit)
     with concerning(body.param), ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
-            answered = await _unless_gone(request, exchange.whole)
+            answered = await _unless_gone(request, answering.whole)
             return Response(status_code=GONE) if answered is None else answered
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        events = exchange.events(stack.pop_all(), usage=usage)
+        events = answering.events(stack.pop_all(), usage=usage)
         # A request that can never be served gets its own status.
         first = await _unless_gone(request, functools.partial(anext, events))
     if first is None:
         await events.aclose()
         return Response(status_code=GONE)
-    sent = exchange.after(first, events)
+    sent = answering.after(first, events)
     return StreamingResponse(sent, media_type="text/event-stream", headers=_HEADERS)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exchange:
+class _Answering:
     """A request that is being answered. limit: seconds that it may take; None: no limit."""
 
     state: State
