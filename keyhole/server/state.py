@@ -115,8 +115,9 @@ class History:
     def add(self, name: str, key: str, messages: list[_Message]) -> None:
         """Keeps the messages up to a response; the least recently used ones are dropped."""
         size = sum(len(str(message)) for message in messages)
+        _, before, _ = self._kept.pop(name, ("", 0, []))
         self._kept[name] = key, size, messages
-        self._size += size
+        self._size += size - before
         while len(self._kept) > MOST_KEPT or (self._size > _MOST_CHARACTERS and self._kept):
             _, (_, gone, _) = self._kept.popitem(last=False)
             self._size -= gone
