@@ -10,7 +10,6 @@ benchmarks/results/documents.jsonl.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import benchmarks
@@ -60,9 +59,7 @@ def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
     """Per system, the median over rounds of its time divided by that of `recompute`."""
     times = {result["system"]: result["all_ttft_ms"] for result in results}
     return {
-        name: statistics.median(
-            own / whole for own, whole in zip(found, times[RECOMPUTE], strict=True)
-        )
+        name: measure.median_ratio(found, times[RECOMPUTE])
         for name, found in times.items()
         if name != RECOMPUTE
     }

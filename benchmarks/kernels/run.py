@@ -169,16 +169,12 @@ def measure_case(
             "flops": case.flops,
             "relative_error": errors[name],
             "peer": peer,
-            "ratio_to_peer": statistics.median(
-                a / b for a, b in zip(times[name], times[peer], strict=True)
-            ),
+            "ratio_to_peer": measure.median_ratio(times[name], times[peer]),
             "sum_share": None
             if case.reader is None
             else moved[name]
             / moved[case.reader]
-            * statistics.median(
-                b / a for a, b in zip(times[name], times[case.reader], strict=True)
-            ),
+            * measure.median_ratio(times[case.reader], times[name]),
         }
         for name in systems
     ]

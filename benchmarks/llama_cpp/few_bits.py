@@ -20,7 +20,7 @@ from benchmarks.command import target
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
 from keyhole.bench.decode import WARM_UP
-from keyhole.bench.measure import Report, Result, Turn, take_turns
+from keyhole.bench.measure import Report, Result, Turn, median_ratio, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import KeyholeSystem, Pages
@@ -137,7 +137,7 @@ def _together(
             "system": label,
             "beside": name,
             "step_ms": statistics.median(spent[WARM_UP:]),
-            "ratio": statistics.median(a / b for a, b in zip(spent[WARM_UP:], plain, strict=True)),
+            "ratio": median_ratio(spent[WARM_UP:], plain),
             "all_step_ms": spent[WARM_UP:],
             "weight_gib": sizes[label] / 2**30,
         }
