@@ -14,6 +14,11 @@ def results() -> Path:
     return ROOT / "benchmarks/results"
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, oldest first; none if it does not exist."""
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
+
+
 def append(path: Path, line: dict[str, Any]) -> None:
     """Adds one JSON line to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ import keyhole
 from benchmarks import command
 from keyhole import LLM, SamplingParams, SpeContext
 from keyhole.engine.sequence import Sequence
-from keyhole.eval.line_file import LineFile
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.models.loading import load
 from keyhole.models.model import Model
@@ -55,7 +54,8 @@ def main() -> None:
         arguments.share,
     )
     settings = {name: value for name, value in vars(arguments).items() if name != "note"}
-    LineFile(benchmarks.results() / "adaptive-layers.jsonl").add(line | settings | {"parts": found})
+    output = benchmarks.results() / "adaptive-layers.jsonl"
+    benchmarks.append(output, line | settings | {"parts": found})
     for part in found:
         print(part)
 

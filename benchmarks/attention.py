@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks
-from benchmarks.results_page.text import source
+from benchmarks.results_page.text import between, source, written
 from keyhole.drawing import picture
 from keyhole.eval.attention.pictures import drawings
 from keyhole.eval.attention.tables import AttentionSetting, places, tables
-from keyhole.eval.line_file import EvalTable, Line, LineFile
+from keyhole.eval.line_file import Line, LineFile
 
 LINES = benchmarks.results() / "attention.jsonl"
 PAGE = benchmarks.ROOT / "docs/attention.md"
 IMAGES = PAGE.parent / "images"
 PICTURES = {"loss": "attention-loss.png", "overlap": "attention-overlap.png"}
-BEGIN, END = "<!-- attention: python -m benchmarks.attention -->", "<!-- end of attention -->"
+BEGIN, END = "<!-- attention: python -m benchmarks.attention -->\n", "<!-- end of attention -->"
 _OVERLAP = "Overlap"
 
 
@@ -35,13 +35,7 @@ def main() -> None:
         sys.exit(f"error: {LINES} holds no lines; the docstring says how they are measured")
     first = places(lines)[0]
     write_pictures(first, {name: IMAGES / file for name, file in PICTURES.items()})
-    PAGE.write_text(with_tables(PAGE.read_text(), lines))
-
-
-def with_tables(text: str, lines: Sequence[Line]) -> str:
-    """The page with the tables of these lines inserted between its markers."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + as_markdown(lines) + END + rest.split(END)[1]
+    PAGE.write_text(between(PAGE.read_text(), BEGIN, END, as_markdown(lines)))
 
 
 def as_markdown(lines: Sequence[Line]) -> str:
@@ -54,7 +48,7 @@ def as_markdown(lines: Sequence[Line]) -> str:
                 if (place.length, place.budget) in seen:
                     continue
                 seen.add((place.length, place.budget))
-            parts.append(f"{one.title}:\n\n{markdown(one)}\n")
+            parts.append(f"{one.title}:\n\n{written(one.heads, one.rows, one.left)}\n")
     return "\n".join([*parts, measured(lines), ""])
 
 
@@ -72,13 +66,6 @@ def _title(place: AttentionSetting) -> str:
 
 def _numbers(values: set[int]) -> str:
     return " or ".join(map(str, sorted(values)))
-
-
-def markdown(table: EvalTable) -> str:
-    """The table in GitHub's Markdown."""
-    ends = [":--" if i < table.left else "--:" for i in range(len(table.heads))]
-    rows: Sequence[Sequence[str]] = [table.heads, ends, *table.rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def write_pictures(place: AttentionSetting, paths: dict[str, Path]) -> None:

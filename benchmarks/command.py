@@ -5,8 +5,8 @@ targets.
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,13 @@ from keyhole.cli.common import flags, terminal
 from keyhole.cli.common.parser import Parser
 from keyhole.errors import KeyholeError
 
+_COMPARED = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "=": operator.eq}
 
-@dataclass(frozen=True)
-class RatioTarget:
-    """A target: at least or at most a number."""
 
-    name: str
-    value: float
-    wanted: float
-    at_least: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields of a line of results."""
-        met = self.value >= self.wanted if self.at_least else self.value <= self.wanted
-        wanted = f"{'>=' if self.at_least else '<='} {self.wanted}"
-        return {"bar": self.name, "value": self.value, "wanted": wanted, "met": met}
+def target(bar: str, value: float, wanted: float, sign: str = ">=") -> dict[str, Any]:
+    """A target in a line of results: what it is about, the value, and what was wanted of it."""
+    met = bool(_COMPARED[sign](value, wanted))
+    return {"bar": bar, "value": value, "wanted": f"{sign} {wanted}", "met": met}
 
 
 def parser(about: str | None, output: Path | None = None) -> argparse.ArgumentParser:

@@ -10,8 +10,6 @@ the last line. Seeds are those of evaluations: they count from 0.
 
 from __future__ import annotations
 
-import json
-
 from tqdm import tqdm
 
 import benchmarks
@@ -42,7 +40,7 @@ def main() -> None:
         heads = dict(name.split("=", 1) for name in arguments.heads)
         line["results"] = count(heads, arguments.items)
         benchmarks.append(OUTPUT, line)
-    print(head_table.tasks(json.loads(OUTPUT.read_text().splitlines()[-1])))
+    print(head_table.tasks(benchmarks.read_lines(OUTPUT)[-1]))
 
 
 def count(heads: dict[str, str], items: int) -> list[dict[str, object]]:

@@ -21,6 +21,7 @@ from benchmarks import command
 from benchmarks.paper import setting
 from benchmarks.paper.settings import HEADLINES
 from keyhole.bench import measure, model
+from keyhole.cli import bench
 from keyhole.cli.common import flags, terminal
 
 
@@ -52,9 +53,7 @@ def _line(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     line["seconds"] = round(time.monotonic() - begin)
     rows = [[system, f"{speed:.4g}"] for system, speed in line["speeds"].items()]
     print(terminal.table(["system", line["unit"]], rows))
-    for bar in line["bars"]:
-        met = "met" if bar["met"] else "MISSED"
-        print(f"{met}: {bar['bar']} is {bar['value']:.2f}, target {bar['wanted']}")
+    bench.print_targets(line["bars"])
     return line
 
 

@@ -167,9 +167,8 @@ def _cases(arguments: argparse.Namespace) -> list[list[MillionSettings]]:
 
 def _missing(cases: list[list[MillionSettings]], output: Path) -> list[list[MillionSettings]]:
     """The cases without a line of this commit."""
-    text = output.read_text() if output.is_file() else ""
     commit = measure.commit()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = benchmarks.read_lines(output)
     there = [line["settings"] for line in lines if line["commit"] == commit]
     left = [[one for one in case if asdict(one) not in there] for case in cases]
     return [case for case in left if case]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import multiprocessing
 import os
 import re
@@ -31,7 +30,7 @@ import transformers
 from tqdm.auto import tqdm
 
 import benchmarks
-from benchmarks.command import RatioTarget, header
+from benchmarks.command import header, target
 from keyhole.cli import build_parser
 from keyhole.cli.about import description, settings_of, summary
 from keyhole.cli.common import terminal
@@ -120,12 +119,12 @@ def render_families() -> str:
     """Text of docs/models.md: the table of `keyhole models`; takes a second per family."""
     verdicts = [measure_family(name) for name in tqdm(families_of_transformers(), leave=False)]
     exact = sum(verdict.exact for verdict in verdicts)
-    lines = _TIMES.read_text().splitlines() if _TIMES.is_file() else []
+    lines = benchmarks.read_lines(_TIMES)
     head = _FAMILIES.format(
         version=transformers.__version__,
         exact=exact,
         all=len(verdicts),
-        time=f"{_about_times(json.loads(lines[-1]))}\n\n" if lines else "",
+        time=f"{_about_times(lines[-1])}\n\n" if lines else "",
     )
     return head + "".join(f"| {v.family} | {_without_name(v.reason)} |\n" for v in verdicts)
 
@@ -134,14 +133,13 @@ def gate_times(seconds: Mapping[str, float], note: str) -> dict[str, Any]:
     """A line of results about the seconds of each exact family."""
     slowest = sorted(seconds, key=lambda family: seconds[family], reverse=True)[:5]
     most = seconds[slowest[0]]
-    target = RatioTarget("seconds of the slowest family", most, _MOST_SECONDS, at_least=False)
     return header("exactness_gate", "benchmarks.reference_pages", note) | {
         "families": len(seconds),
         "median_seconds": statistics.median(seconds.values()),
         "max_seconds": most,
         "slowest": {family: seconds[family] for family in slowest},
         "seconds": dict(seconds),
-        "bars": [target.as_dict()],
+        "bars": [target("seconds of the slowest family", most, _MOST_SECONDS, "<=")],
     }
 
 

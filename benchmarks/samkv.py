@@ -118,15 +118,14 @@ def main() -> None:
         variants = {name: variant for name, variant in METHODS.items() if name in names}
         if arguments.ablation:
             variants |= ABLATION
+        if equal:
+            variants = {name: variant for name, (variant, _) in EQUAL.items()}
         usual = model.kinds if equal else KINDS
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(model.path, device="cpu", prefix_cache=False, documents=folder)
             for shape in arguments.shapes or ((EQUAL_SHAPE,) if equal else SHAPES):
                 for kind in arguments.kinds or usual:
-                    if equal:
-                        _equal_cell(llm, kind, shape, arguments)
-                    else:
-                        _cell(llm, kind, shape, variants, arguments)
+                    _cell(llm, kind, shape, variants, arguments)
     docs = benchmarks.ROOT / "docs"
     page.write(page.stored(OUTPUT), docs)
     every = [document_equal.stored(model.output) for model in MODELS.values()]
@@ -138,45 +137,25 @@ def main() -> None:
 def _cell(
     llm: LLM, kind: str, shape: str, variants: dict[str, Variant], arguments: argparse.Namespace
 ) -> None:
-    """Measures one cell unless it is stored."""
+    """Measures one cell unless it is stored; at equal budgets, if the arguments say so."""
     block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
-    known = page.stored(arguments.output).get((kind, shape))
+    equal = arguments.equal
+    known = (document_equal if equal else page).stored(arguments.output).get((kind, shape))
     if known is not None and not arguments.again and known["items"] >= items:
         there = {result["method"] for result in known["results"]}
         missing = {name: variant for name, variant in variants.items() if name not in there}
-        if not missing:
+        if equal or not missing:
             print(f"{kind} {shape}: there already", file=sys.stderr)
             return
         if known["block_size"] == block_size:
             # The same questions, and the reference for times.
             variants, items = {"recompute": variants["recompute"]} | missing, known["items"]
-    line = _line(kind, shape, items, block_size, arguments)
-    line["results"] = count(llm, kind, shape, variants, items, block_size)
-    benchmarks.append(arguments.output, line)
-    print(page.cell(line), flush=True)
-
-
-def _equal_cell(llm: LLM, kind: str, shape: str, arguments: argparse.Namespace) -> None:
-    """Measures one cell with every method at equal budgets, unless it is stored."""
-    block_size, items = _BLOCK_SIZE.get(int(shape.split("x")[1]), 64), arguments.items
-    known = document_equal.stored(arguments.output).get((kind, shape))
-    if known is not None and not arguments.again and known["items"] >= items:
-        print(f"{kind} {shape}: there already", file=sys.stderr)
-        return
-    line = _line(kind, shape, items, block_size, arguments)
-    variants = {name: variant for name, (variant, _) in EQUAL.items()}
-    matches = {name: other for name, (_, other) in EQUAL.items() if other is not None}
+    line = command.header("samkv", "benchmarks.samkv", arguments.note)
+    line |= {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
+    matches = {name: other for name, (_, other) in EQUAL.items() if equal and other is not None}
     line["results"] = count(llm, kind, shape, variants, items, block_size, matches)
     benchmarks.append(arguments.output, line)
     print(page.cell(line), flush=True)
-
-
-def _line(
-    kind: str, shape: str, items: int, block_size: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The fields of a line that are known before the measurement."""
-    line = command.header("samkv", "benchmarks.samkv", arguments.note)
-    return line | {"kind": kind, "shape": shape, "items": items, "block_size": block_size}
 
 
 def token_f1(item: DocumentItem, generated: str) -> float:

@@ -6,13 +6,14 @@ each bundled model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import read_lines
 from benchmarks.document_reuse.methods import EQUAL, PAIRS
-from benchmarks.document_reuse.page import PAGE, Line, Lines, between
-from keyhole.eval.comparisons import gain, wilson
+from benchmarks.document_reuse.page import PAGE, Line, Lines
+from benchmarks.results_page.text import between, share, written
+from keyhole.eval.comparisons import gain
 
 #: The comments around the tables of each model.
 TINY, HOPS, SCRATCH = (
@@ -42,9 +43,7 @@ _HEADS = {
 
 def stored(path: Path) -> Lines:
     """The newest line of each cell."""
-    texts = path.read_text().splitlines() if path.is_file() else []
-    lines = [json.loads(text) for text in texts]
-    return {(line["kind"], line["shape"]): line for line in lines}
+    return {(line["kind"], line["shape"]): line for line in read_lines(path)}
 
 
 def write(lines: Lines, docs: Path, comments: tuple[str, str] = TINY) -> None:
@@ -72,37 +71,33 @@ def render(lines: Lines) -> str:
 
 def _shares(found: dict[str, Line]) -> str:
     """Right answers with Wilson intervals; kept and recomputed tokens as means over the kinds."""
-    rows = [_head("method", found, ["kept", "computed"])]
+    rows = []
     for name in EQUAL:
         own = [_result(line, name) for line in found.values()]
-        cells = []
-        for result in own:
-            low, high = wilson(sum(result["right"]), len(result["right"]))
-            share = f"{100 * result['exact']:.0f}"
-            cells.append(f"{share} ({100 * low:.0f} to {100 * high:.0f})")
+        cells = [share(sum(result["right"]), len(result["right"])) for result in own]
         cells += [
             f"{sum(result[field] for result in own) / len(own):.1%}"
             for field in ("sequence_ratio", "recompute_ratio")
         ]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([name, *cells])
+    return written(["method", *(_HEADS[kind] for kind in found), "kept", "computed"], rows)
 
 
 def _gains(found: dict[str, Line]) -> str:
     """Differences of pairs in points, with their interval and the p-value of the exact test."""
-    rows = [_head("as many tokens kept: points more", found, [])]
+    rows = []
     for name, other in PAIRS:
         cells = []
         for line in found.values():
             own, theirs = (_result(line, which)["right"] for which in (name, other))
             cells.append(_gain(own, theirs))
-        rows.append(f"| {name} than {other} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([f"{name} than {other}", *cells])
+    return written(["as many tokens kept: points more", *(_HEADS[kind] for kind in found)], rows)
 
 
 def together(models: Sequence[Lines]) -> str:
     """Each selection and its control on the questions of all models, by kind of question."""
-    rows = [f"| as many tokens kept | {' | '.join(_QUESTIONS.values())} |", "|---" * 4 + "|"]
+    rows = []
     for pair in PAIRS:
         cells = []
         for question in _QUESTIONS:
@@ -119,8 +114,8 @@ def together(models: Sequence[Lines]) -> str:
             if not own:
                 return ""
             cells.append(f"{sum(own)} and {sum(theirs)} of {len(own)}: {_gain(own, theirs)}")
-        rows.append(f"| {' and '.join(pair)} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+        rows.append([" and ".join(pair), *cells])
+    return written(["as many tokens kept", *_QUESTIONS.values()], rows) + "\n"
 
 
 def _gain(own: Sequence[int], theirs: Sequence[int]) -> str:
@@ -128,11 +123,6 @@ def _gain(own: Sequence[int], theirs: Sequence[int]) -> str:
     more = gain(own, theirs)
     points, low, high = (100 * value for value in (more.points, more.low, more.high))
     return f"{points:+.0f} ({low:+.0f} to {high:+.0f}), p {more.p:.2g}"
-
-
-def _head(first: str, found: dict[str, Line], last: list[str]) -> str:
-    names = [first, *(_HEADS[kind] for kind in found), *last]
-    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
 def _result(line: Line, name: str) -> Line:

@@ -5,12 +5,13 @@ Written by `python -m benchmarks.samkv --render` from the stored lines, between 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import read_lines
 from benchmarks.document_reuse.methods import ABLATION, METHODS
+from benchmarks.results_page.text import between, written
 from keyhole import drawing
 from keyhole.drawing import FAINT, INK
 
@@ -41,9 +42,8 @@ def stored(path: Path) -> Lines:
     same name. Each result gets `reference_ms`, the time to first token of `recompute` in its own
     line; the cell gets `added`, the lines that were added to it.
     """
-    texts = path.read_text().splitlines() if path.is_file() else []
     found: Lines = {}
-    for line in map(json.loads, texts):
+    for line in read_lines(path):
         key = line["kind"], line["shape"]
         found[key] = _joined(found.get(key), line)
     return found
@@ -79,21 +79,9 @@ def cell(line: Line) -> str:
 def write(lines: Lines, docs: Path) -> None:
     """Rewrites the tables and the figure of the page."""
     page = docs / PAGE
-    page.write_text(inserted(page.read_text(), render(lines)))
+    page.write_text(between(page.read_text(), BEGIN, END, render(lines)))
     if lines:
         picture(lines, docs / "images" / PICTURE)
-
-
-def inserted(text: str, tables: str) -> str:
-    """The text with the tables inserted between the two comments."""
-    return between(text, BEGIN, END, tables)
-
-
-def between(text: str, begin: str, end: str, tables: str) -> str:
-    """The text with the tables inserted between these two comments."""
-    head, rest = text.split(begin)
-    _, tail = rest.split(end)
-    return head + begin + tables + end + tail
 
 
 def render(lines: Lines) -> str:
@@ -114,16 +102,15 @@ def render(lines: Lines) -> str:
 def _table(found: dict[str, Line], names: Sequence[str]) -> str:
     """Right answers per kind, and costs as means over the kinds."""
     kinds = [kind for kind in _HEADS if kind in found]
-    rows = ["| method | " + " | ".join([*(_HEADS[kind] for kind in kinds), *_COSTS]) + " |"]
-    rows.append("|---" * (1 + len(kinds) + len(_COSTS)) + "|")
+    heads, rows = ["method", *(_HEADS[kind] for kind in kinds), *_COSTS], []
     by_kind = {kind: {r["method"]: r for r in found[kind]["results"]} for kind in kinds}
     for name in names:
         results = [by_kind[kind].get(name) for kind in kinds]
         if not any(results):
             continue
         cells = ["" if r is None else f"{100 * r['exact']:.0f}" for r in results]
-        rows.append(f"| {name} | " + " | ".join([*cells, *_costs(by_kind, kinds, name)]) + " |")
-    return "\n".join(rows)
+        rows.append([name, *cells, *_costs(by_kind, kinds, name)])
+    return written(heads, rows)
 
 
 def _costs(by_kind: dict[str, dict[str, Line]], kinds: list[str], name: str) -> list[str]:

@@ -10,14 +10,13 @@ benchmarks/results/documents.jsonl.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import benchmarks
 from benchmarks import command
 from benchmarks.paper import documents
 from benchmarks.paper.documents import RECOMPUTE
-from benchmarks.paper.kinds import DocumentSettings
+from benchmarks.paper.settings import DocumentSettings
 from keyhole.bench import measure
 from keyhole.bench.settings import SHAPES
 
@@ -60,9 +59,7 @@ def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
     """Per system, the median over rounds of its time divided by that of `recompute`."""
     times = {result["system"]: result["all_ttft_ms"] for result in results}
     return {
-        name: statistics.median(
-            own / whole for own, whole in zip(found, times[RECOMPUTE], strict=True)
-        )
+        name: measure.median_ratio(found, times[RECOMPUTE])
         for name, found in times.items()
         if name != RECOMPUTE
     }

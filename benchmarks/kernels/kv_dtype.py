@@ -105,8 +105,7 @@ def measured(model: Any, context: int, repeat: int, kv_dtypes: list[str]) -> lis
         for kind, times in (("attention", attention), ("step", whole)):
             mine, base = times[name][_WARM_UP:], times[first][_WARM_UP:]
             row[f"{kind}_ms"] = round(statistics.median(mine), 3)
-            ratios = [b / a for a, b in zip(mine, base, strict=True)]
-            row[f"{kind}_speedup"] = round(statistics.median(ratios), 3)
+            row[f"{kind}_speedup"] = round(measure.median_ratio(base, mine), 3)
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""One layer's keys and values for the kernel benchmark, in pages and contiguous.
+"""A case of the kernel benchmark, and the layer whose keys and values all cases read.
 
 Every sequence has as many tokens as the longest context, in pages in random order. A shorter
 context has several *variants*: parts of the same cache that do not overlap. Successive calls cycle
@@ -6,6 +6,9 @@ through them, so that no call finds its input in the processor's cache.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +18,49 @@ from keyhole.bench.settings import PAGE_SIZE, SHAPES
 from keyhole.cache import huge_pages
 from keyhole.cache.layout import LayerLayout
 from keyhole.cache.pages import keys_and_values
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One implementation of a case. run: computes the variant with this number, and is timed.
+
+    check: as `run`, for a result that must first be read back; None: `run` returns it.
+    moved_bytes: None: the case's.
+    """
+
+    run: Callable[[int], Outputs]
+    check: Callable[[int], Outputs] | None = None
+    moved_bytes: int | None = None
+
+    def outputs(self, variant: int) -> Outputs:
+        """The result to compare."""
+        return (self.check or self.run)(variant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One operation on one kind of input.
+
+    ours: our operation by label, "" if there is only one; each runs on every path.
+    peers: the same in PyTorch; times are reported relative to the first. reader: the one of them
+    that only reads, whose bytes per second the others' are divided by.
+    tokens: of a sequence. selected: tokens (unit 1) or pages that are read, None for all.
+    moved_bytes: bytes that must be read or written once. flops: for compute-bound cases instead.
+    """
+
+    op: str
+    tokens: int
+    selected: int | None = None
+    unit: int | None = None
+    about: str
+    moved_bytes: int
+    flops: int | None = None
+    variants: int
+    ours: Mapping[str, System]
+    peers: Mapping[str, System]
+    reader: str | None = None
 
 
 class Layer:

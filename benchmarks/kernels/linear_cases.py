@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels.cases import KernelCase, Outputs, System
-from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.layer import KernelCase, Layer, Outputs, System
 from keyhole import kernels
 from keyhole.bench import measure
 from keyhole.kernels import BlockWeight, PackedWeight

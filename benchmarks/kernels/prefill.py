@@ -33,7 +33,7 @@ from torch import Tensor
 import benchmarks
 from benchmarks import command
 from keyhole import LLM, SamplingParams, kernels, registry
-from keyhole.bench.measure import Turn, take_turns
+from keyhole.bench.measure import Turn, median_ratio, take_turns
 from keyhole.bench.model import make_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.engine.sequence import Sequence
@@ -104,14 +104,13 @@ def measured(
     times[FIRST] = [ms * len(prompt) / chunk for ms in times[FIRST]]
     rows = []
     for name, system in systems.items():
-        ratios = [a / b for a, b in zip(times[DENSE], times[name], strict=True)]
         mass = masses.get(name)
         rows.append(
             {
                 "policy": name,
                 "seconds": round(statistics.median(times[name]) / 1e3, 3),
                 "all_seconds": [round(ms / 1e3, 3) for ms in times[name]],
-                "speedup": round(statistics.median(ratios), 3),
+                "speedup": round(median_ratio(times[DENSE], times[name]), 3),
                 "mass_kept": 1.0 if mass is None else float(mass.mean()),
                 "least_mass_kept": 1.0 if mass is None else float(mass.min()),
                 "blocks_read": system.blocks_read,

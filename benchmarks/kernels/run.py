@@ -17,36 +17,32 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.command import target
 from benchmarks.kernels import (
     attention_cases,
-    backends,
     choice_cases,
     linear_cases,
-    low_rank_cases,
-    summary_cases,
 )
-from benchmarks.kernels.cases import KernelCase, System
-from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.layer import KernelCase, Layer, System
 from benchmarks.kernels.settings import KernelSettings
-from benchmarks.kernels.targets import ratio_targets
 from keyhole.bench import decode, measure, model
 from keyhole.bench.measure import Report, Result, Turn, capture, take_turns
 from keyhole.bench.settings import PAGE_SIZE, SHAPES
 from keyhole.config import bytes_text, require_known
 from keyhole.errors import CapacityError
-from keyhole.kernels import cpu
+from keyhole.kernels import cpu, operations, triton
 
 _CASES: dict[str, Callable[[Layer], Iterator[KernelCase]]] = {
     "attend": attention_cases.attend,
     "attend_and_score": attention_cases.attend_and_score,
-    "attend_low_rank": low_rank_cases.attend_low_rank,
+    "attend_low_rank": attention_cases.attend_low_rank,
     "head_scores": attention_cases.head_scores,
     "prefill": attention_cases.prefill,
     "append": choice_cases.append,
     "page_bounds": choice_cases.page_bounds,
     "bound_scores": choice_cases.bound_scores,
-    "summary_scores": summary_cases.summary_scores,
-    "spread_scores": summary_cases.spread_scores,
+    "summary_scores": choice_cases.summary_scores,
+    "spread_scores": choice_cases.spread_scores,
     "top_k": choice_cases.top_k,
     "trim": choice_cases.trim,
     "linear": linear_cases.linear,
@@ -72,15 +68,15 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
     Passes each operation's results to `report`.
     """
     device = measure.device(settings.device)
-    names = settings.paths or backends.paths(device)
+    names = settings.paths or paths(device)
     for name in names:
-        require_known("path", name, backends.paths(device))
+        require_known("path", name, paths(device))
     _check_room(settings, device)
     bandwidth, copying = measure.read_bandwidth(device), _copy_bandwidth(device)
     with device:
         layer = Layer(settings)
     results: list[Result] = []
-    before = backends.current(device)
+    before = current_path(device)
     try:
         for op in tqdm(settings.ops, desc="operations", leave=False, disable=None):
             found = []
@@ -93,7 +89,7 @@ def run(settings: KernelSettings, report: Report) -> dict[str, Any]:
             results += found
             report(found, _notes(found, device))
     finally:
-        backends.use(before, device)
+        use_path(before, device)
     return {
         "settings": asdict(settings) | {"paths": names, "page_size": PAGE_SIZE},
         "read_bytes_per_s": bandwidth,
@@ -128,11 +124,11 @@ def measure_case(
         for path in names
     }
     systems |= {name: (cpu.REFERENCE, system) for name, system in case.peers.items()}
-    backends.use(cpu.REFERENCE, device)
+    use_path(cpu.REFERENCE, device)
     expected = next(iter(case.ours.values())).outputs(0)
     errors = {}
     for name, (path, system) in systems.items():
-        backends.use(path, device)
+        use_path(path, device)
         who = f"{case.op}, {case.about}: {name}"
         errors[name] = decode.check(who, system.outputs(0), expected, tolerance)
     del expected
@@ -143,9 +139,9 @@ def measure_case(
             for _ in range(calls):
                 system.run(next(numbers) % case.variants)
 
-        backends.use(path, device)
+        use_path(path, device)
         ready, why_not = _ready(call, device)
-        return Turn(before=lambda: backends.use(path, device), call=ready), why_not
+        return Turn(before=lambda: use_path(path, device), call=ready), why_not
 
     made = {name: turn(path, system) for name, (path, system) in systems.items()}
     turns = {name: one for name, (one, _) in made.items()}
@@ -173,16 +169,12 @@ def measure_case(
             "flops": case.flops,
             "relative_error": errors[name],
             "peer": peer,
-            "ratio_to_peer": statistics.median(
-                a / b for a, b in zip(times[name], times[peer], strict=True)
-            ),
+            "ratio_to_peer": measure.median_ratio(times[name], times[peer]),
             "sum_share": None
             if case.reader is None
             else moved[name]
             / moved[case.reader]
-            * statistics.median(
-                b / a for a, b in zip(times[name], times[case.reader], strict=True)
-            ),
+            * measure.median_ratio(times[case.reader], times[name]),
         }
         for name in systems
     ]
@@ -241,3 +233,50 @@ def _copy_bandwidth(device: torch.device) -> float:
         measure.time_ms(lambda: copy.copy_(numbers), device) for _ in range(measure.BANDWIDTH_RUNS)
     )
     return 2 * numbers.nbytes / (1e-3 * best)
+
+
+#: The path of a GPU besides the reference.
+_TRITON = "triton"
+
+
+def paths(device: torch.device) -> tuple[str, ...]:
+    """The paths of the device."""
+    if device.type == "cpu":
+        return cpu.paths()
+    return (*([_TRITON] if triton.usable() else []), cpu.REFERENCE)
+
+
+def current_path(device: torch.device) -> str:
+    """The current path, to be restored by `use_path`."""
+    return cpu.current() if device.type == "cpu" else paths(device)[0]
+
+
+def use_path(path: str, device: torch.device) -> None:
+    """Selects a path."""
+    if device.type == "cpu":
+        cpu.use(path)
+    else:
+        operations.use_triton(path == _TRITON)
+
+
+def ratio_targets(results: Sequence[Result], path: str) -> list[dict[str, Any]]:
+    """Every target whose operations were measured on `path`: ratios of medians within one run."""
+    found: list[dict[str, Any]] = []
+    everything = [r for r in results if r["op"] == "attend" and r["selected"] is None]
+    longest = max((r["tokens"] for r in everything), default=0)
+    times = {r["system"]: r for r in everything if r["tokens"] == longest}
+    if path in times:
+        ours = times[path]
+        who = f"attend, {ours['about']}"
+        found.append(target(f"{who}: share of read bandwidth", ours["bandwidth_share"], 0.6))
+        found.append(target(f"{who}: times torch sdpa", times["torch sdpa"]["ms"] / ours["ms"], 8))
+    found += [
+        target(f"attend, {r['about']}: share of read bandwidth", r["bandwidth_share"], 0.5)
+        for r in results
+        if r["op"] == "attend" and r["unit"] == 1 and r["system"] == path
+    ]
+    scored = {r["system"]: r["ms"] for r in results if r["op"] == "attend_and_score"}
+    if path in scored:
+        ratio = scored[path] / scored[f"{path} attend"]
+        found.append(target("attend_and_score: time by that of attend", ratio, 1.25, "<="))
+    return found

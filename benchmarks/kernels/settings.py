@@ -29,7 +29,7 @@ OPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings(BenchSettings):
-    """The kernel benchmark; without paths, all of `benchmarks.kernels.backends` on the device."""
+    """The kernel benchmark; without paths, all of `benchmarks.kernels.run` on the device."""
 
     default_shape: ClassVar[str] = "llama-3.1-8b"
     default_repeat: ClassVar[int] = 51

@@ -16,11 +16,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks import command
-from benchmarks.command import RatioTarget
+from benchmarks.command import target
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama
 from keyhole.bench.decode import WARM_UP
-from keyhole.bench.measure import Report, Result, Turn, take_turns
+from keyhole.bench.measure import Report, Result, Turn, median_ratio, take_turns
 from keyhole.bench.model import RandomKV, Weights, make_weights, prompts, without_copying_weights
 from keyhole.bench.settings import PAGE_SIZE, DecodeSettings
 from keyhole.bench.systems import KeyholeSystem, Pages
@@ -137,7 +137,7 @@ def _together(
             "system": label,
             "beside": name,
             "step_ms": statistics.median(spent[WARM_UP:]),
-            "ratio": statistics.median(a / b for a, b in zip(spent[WARM_UP:], plain, strict=True)),
+            "ratio": median_ratio(spent[WARM_UP:], plain),
             "all_step_ms": spent[WARM_UP:],
             "weight_gib": sizes[label] / 2**30,
         }
@@ -155,15 +155,15 @@ def targets(results: Sequence[Result], batch: int) -> list[dict[str, Any]]:
     for context, system, ratio, peer in _beside_the_faster(together):
         if (context, batch, system) == (_SHORT, 1, "full, int4"):
             about = f"{system}, {context:,} tokens: time of a step by that in bfloat16"
-            found.append(RatioTarget(about, ratio, 0.5, at_least=False))
+            found.append(target(about, ratio, 0.5, "<="))
             if peer is not None:
                 about = f"{system}, {context:,} tokens: time of a step by that of llama.cpp's Q4_0"
-                found.append(RatioTarget(about, ratio / peer, 1.15, at_least=False))
+                found.append(target(about, ratio / peer, 1.15, "<="))
         sparse = system in ("delta, int4", "spe_context, int4")
         if context == _LONG and sparse and batch in _FASTER and peer is not None:
             about = f"{system}, {context:,} tokens, batch {batch}: tokens/s by llama.cpp's Q4_0"
-            found.append(RatioTarget(about, peer / ratio, _FASTER[batch]))
-    return [target.as_dict() for target in found]
+            found.append(target(about, peer / ratio, _FASTER[batch]))
+    return found
 
 
 def _beside_the_faster(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.paper.kinds import DocumentSettings
+from benchmarks.paper.settings import DocumentSettings
 from keyhole.bench import decode, measure
 from keyhole.bench.decode import TOLERANCE
 from keyhole.bench.measure import Report, Turn, take_turns

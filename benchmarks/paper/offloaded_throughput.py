@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.offload.loading import WARM_UP, ForcedText, Loading, timed
-from benchmarks.paper.kinds import OFFLOADED_SYSTEMS, ThroughputSettings
+from benchmarks.paper.settings import OFFLOADED_SYSTEMS, ThroughputSettings
 from keyhole.bench import decode
 from keyhole.bench.model import RandomKV, prompts, release_memory
 from keyhole.bench.settings import PAGE_SIZE

@@ -7,9 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.paper import setting
-from benchmarks.paper.kinds import StepSettings, ThroughputSettings
-from benchmarks.paper.settings import FLASH, HEADLINES, Headline, SpeedTarget, named, step_at
-from benchmarks.paper.traffic_lower_bound import step_gain, traffic_bound
+from benchmarks.paper.settings import (
+    FLASH,
+    HEADLINES,
+    Headline,
+    SpeedTarget,
+    StepSettings,
+    ThroughputSettings,
+    named,
+    step_at,
+)
+from benchmarks.paper.throughput import step_gain, traffic_bound
+from benchmarks.results_page.text import written
 from benchmarks.speed_pages import tables
 
 Line = dict[str, Any]
@@ -39,7 +48,7 @@ def section(lines: Sequence[Line]) -> list[str]:
         "memory and 32 GiB of the host allow, and its head selects about four of five tokens\n"
         "again at the next step, as in the paper's figure 6b.\n"
         f"Settings: {len(HEADLINES)}; {UNMEASURED}: {left}.",
-        tables.written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
+        written(_HEADS, [row for name in HEADLINES for row in _rows(name, last.get(name))]),
         *dict.fromkeys(one.note for one in HEADLINES.values() if one.note),
         *_arithmetic(),
         *(_about(last[name]) for name in HEADLINES if name in last),

@@ -14,7 +14,6 @@ from benchmarks.kernels.settings import KernelSettings
 from benchmarks.offload import run as offload
 from benchmarks.offload.settings import OffloadSettings
 from benchmarks.paper import documents, throughput
-from benchmarks.paper.kinds import DocumentSettings, StepSettings, ThroughputSettings
 from benchmarks.paper.offloaded_throughput import SteadyHead
 from benchmarks.paper.settings import (
     ALL,
@@ -23,12 +22,15 @@ from benchmarks.paper.settings import (
     PAGES,
     TOKENS,
     Asked,
+    DocumentSettings,
     Headline,
+    StepSettings,
+    ThroughputSettings,
     bytes_at,
     judged,
     step_at,
 )
-from benchmarks.paper.traffic_lower_bound import weights_read
+from benchmarks.paper.throughput import weights_read
 from keyhole.bench import decode, measure
 from keyhole.bench.flashinfer_baseline import is_installed
 from keyhole.bench.measure import Report

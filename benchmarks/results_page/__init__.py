@@ -20,7 +20,15 @@ from benchmarks.results_page import (
 from benchmarks.results_page import errors as results_errors
 from benchmarks.results_page import pictures as results_pictures
 from benchmarks.results_page import scope as results_scope
-from benchmarks.results_page.cells import ASKED, FULL, TaskCells, columns, methods, named, of_task
+from benchmarks.results_page.cells import (
+    ASKED,
+    TaskCells,
+    column_marks,
+    columns,
+    methods,
+    named,
+    of_task,
+)
 from benchmarks.results_page.text import (
     folded,
     image,
@@ -28,7 +36,6 @@ from benchmarks.results_page.text import (
     month,
     paragraph,
     percent,
-    ratio,
     written,
 )
 from keyhole.eval.line_file import Line, LineFile
@@ -190,24 +197,23 @@ def _task(task: str, own: list[Cell], picture: str | None) -> list[str]:
 def _table(own: list[Cell], text: Callable[[Cell, Cell | None], str]) -> str:
     """A row per method, a column per length and budget; full attention in every column."""
     table, heads = TaskCells(own), columns(own)
-    top = [""]
-    for number, (length, budget) in enumerate(heads):
-        is_first = number == 0 or heads[number - 1][0] != length
-        top.append(f"{length:,}: {budget:,}" if is_first else f"{budget:,}")
-    rows = []
-    for name in methods(own):
-        texts = []
-        for length, budget in heads:
-            full = table.full(length)
-            cell = full if name == FULL else table.get(name, length, budget)
-            texts.append(NOTHING if cell is None else text(cell, full))
-        rows.append([f"`{name}`", *texts])
-    return written(top, rows)
+    rows = [
+        [
+            f"`{name}`",
+            *(
+                NOTHING if cell is None else text(cell, table.full(cell.place.length))
+                for cell in table.row(name, heads)
+            ),
+        ]
+        for name in methods(own)
+    ]
+    return written(["", *column_marks(heads, "{length:,}: {budget:,}")], rows)
 
 
 def _length(cell: Cell, full: Cell | None) -> str:
-    found = ratio(cell, full)
-    return NOTHING if found is None else f"{found:.2f}"
+    if full is None or not cell.tokens_generated or not full.tokens_generated:
+        return NOTHING
+    return f"{cell.tokens_generated / full.tokens_generated:.2f}"
 
 
 def _samples(own: list[Cell]) -> str:

@@ -69,6 +69,10 @@ class TaskCells:
         """Full attention at a length."""
         return self.get(FULL, length, None)
 
+    def row(self, name: str, heads: Sequence[tuple[int, int]]) -> list[Cell | None]:
+        """The cells at these lengths and budgets; full attention has no budget."""
+        return [self.full(n) if name == FULL else self.get(name, n, budget) for n, budget in heads]
+
 
 def named(cell: Cell) -> Cell:
     """The cell named by its policy, with ", adaptive" for an adaptive budget."""
@@ -112,6 +116,15 @@ def columns(own: Sequence[Cell]) -> list[tuple[int, int]]:
     for length in lengths - {length for length, _ in found}:
         found |= {(length, budget) for budget in BUDGETS if budget < length}
     return sorted(found)
+
+
+def column_marks(heads: Sequence[tuple[int, int]], first: str) -> list[str]:
+    """The budgets; first: formats the first one of each length, with `length` and `budget`."""
+    begun = dict(reversed(heads))  # the first budget of each length
+    return [
+        (first if begun[length] == budget else "{budget:,}").format(length=length, budget=budget)
+        for length, budget in heads
+    ]
 
 
 def gain_over_fixed(cell: Cell, found: Sequence[Cell]) -> float | None:

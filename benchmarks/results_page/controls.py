@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.results_page.cells import ASKED, FULL, PageTask
+from benchmarks.results_page.cells import ASKED, FULL, PageTask, column_marks
 from benchmarks.results_page.text import folded, image, paragraph, percent, source, written
 from keyhole.eval import comparisons
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
@@ -245,10 +245,7 @@ def _table(
     with_controls: bool = False,
 ) -> str:
     """A row per method, a column per length and budget."""
-    heads = [""]
-    for number, (length, budget) in enumerate(keys):
-        first = number == 0 or keys[number - 1][0] != length
-        heads.append(f"{length:,}: {budget:,}" if first else f"{budget:,}")
+    heads = ["", *column_marks(keys, "{length:,}: {budget:,}")]
     own = {
         (line["method"], line["length"], line["budget"]): line
         for line in lines

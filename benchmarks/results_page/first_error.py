@@ -124,7 +124,7 @@ def find(
         read=reads[-1],
         read_before=statistics.fmean(before) if before else None,
         sparse_layers=sparse_layers(traced.trace, steps[-1]) if steps[-1] >= 0 else (),
-        recorded=Recorded(traced.trace, len(asked.prompt), served.sequences[0].detokenizer.text),
+        recorded=Recorded(traced.trace, len(asked.prompt)),
     )
 
 

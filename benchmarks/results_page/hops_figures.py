@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
 from benchmarks.results_page.controls import HOPS, SCRATCH, TASKS
-from benchmarks.results_page.text import image, paragraph, percent, source, written
+from benchmarks.results_page.text import image, paragraph, percent, share, source, written
 from benchmarks.results_page.variations import (
     by_place,
     lists_table,
@@ -28,7 +28,6 @@ from keyhole.eval.comparisons import (
     compared,
     gain_text,
     p_text,
-    wilson,
 )
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
@@ -179,7 +178,7 @@ def _answers(lines: Sequence[Line], picture: str | None) -> list[str]:
         shown = f"`{name}`" if line.get(CONTROL) is None else f"*{name}*"
         mean = statistics.fmean(a for a, _ in pairs)
         rows.append(
-            [shown, right_share(line), *(_of(n, len(pairs)) for n in counts), f"{mean:,.0f}"]
+            [shown, right_share(line), *(share(n, len(pairs)) for n in counts), f"{mean:,.0f}"]
         )
     task, length, budget = _ANSWERS
     return [
@@ -194,12 +193,6 @@ def _answers(lines: Sequence[Line], picture: str | None) -> list[str]:
         *image(picture, "Distribution of the lengths of answers"),
         source(own),
     ]
-
-
-def _of(count: int, samples: int) -> str:
-    """A share in percent with its Wilson interval."""
-    low, high = wilson(count, samples)
-    return f"{100 * count / samples:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _lists(lines: Sequence[Line]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results_page.cells import ASKED, TaskCells, columns, methods, of_task
+from benchmarks.results_page.cells import ASKED, TaskCells, column_marks, columns, methods, of_task
 from benchmarks.results_page.text import month
 from keyhole.drawing import FAINT, picture
 from keyhole.eval.line_file import Line
@@ -66,12 +66,10 @@ def write(found: Sequence[Cell], errors: Sequence[Line], folder: Path, date: str
 
 def _pareto(own: Sequence[Cell], path: Path, title: str, date: str) -> None:
     """A panel per length."""
-    lengths = sorted({cell.place.length for cell in own})
-    panels = [[cell for cell in own if cell.place.length == length] for length in lengths]
     known = [
         (length, cells)
-        for length, cells in zip(lengths, panels, strict=True)
-        if charts.points(cells)
+        for length in sorted({cell.place.length for cell in own})
+        if charts.points(cells := [cell for cell in own if cell.place.length == length])
     ]
     style = method_styles((cell.policy, cell.name) for cell in own)
 
@@ -113,16 +111,10 @@ def _what(date: str) -> str:
 def score_grid(own: Sequence[Cell]) -> charts.Grid:
     """Scores of one task; NaN where unmeasured. Full attention is in every column."""
     table, heads, rows = TaskCells(own), columns(own), methods(own)
-    values = np.full((len(rows), len(heads)), np.nan)
-    for row, name in enumerate(rows):
-        for column, (length, budget) in enumerate(heads):
-            cell = table.full(length) if name == "full" else table.get(name, length, budget)
-            if cell is not None and cell.score is not None:
-                values[row, column] = cell.score
-    marks = []
-    for number, (length, budget) in enumerate(heads):
-        first = number == 0 or heads[number - 1][0] != length
-        marks.append(f"{budget:,}\nof {length:,}" if first else f"{budget:,}")
+    cells = [table.row(name, heads) for name in rows]
+    scores = [[None if cell is None else cell.score for cell in row] for row in cells]
+    values = np.array(scores, dtype=float)
+    marks = column_marks(heads, "{budget:,}\nof {length:,}")
     return charts.Grid(values, (~np.isnan(values)).astype(int), tuple(rows), tuple(marks))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from keyhole.eval.report.cells import Cell
+from keyhole.eval.comparisons import wilson
 from keyhole.eval.report.plot_style import NOTHING
 
 _WIDTH = 100
@@ -18,10 +18,17 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """The text with what stands between these two comments replaced."""
+    head, rest = text.split(begin)
+    return head + begin + new + end + rest.split(end)[1]
+
+
+def written(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """A table in Markdown. left: how many columns are left-aligned, the others right; None: all."""
+    ends = ["---" if left is None else ":--" if i < left else "--:" for i in range(len(heads))]
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
-    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
+    return "\n".join([lines[0], f"|{'|'.join(ends)}|", *lines[1:]])
 
 
 def image(name: str | None, text: str) -> list[str]:
@@ -34,16 +41,15 @@ def percent(value: float | None, unit: str = "") -> str:
     return NOTHING if value is None else f"{100 * value:.3g}{unit}"
 
 
+def share(count: int, samples: int) -> str:
+    """A share in percent with its Wilson interval."""
+    low, high = wilson(count, samples)
+    return f"{100 * count / samples:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+
+
 def kib(value: float | None) -> str:
     """Bytes in KiB."""
     return NOTHING if value is None else f"{value / 1024:,.0f}"
-
-
-def ratio(cell: Cell, full: Cell | None) -> float | None:
-    """Words written, relative to full attention."""
-    if full is None or not cell.tokens_generated or not full.tokens_generated:
-        return None
-    return cell.tokens_generated / full.tokens_generated
 
 
 def month(date: str) -> str:

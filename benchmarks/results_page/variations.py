@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.results_page.cells import FULL
 from benchmarks.results_page.controls import TASKS
-from benchmarks.results_page.text import image, kib, paragraph, percent, source, written
+from benchmarks.results_page.text import image, kib, paragraph, percent, share, source, written
 from keyhole.eval.comparisons import (
     ORACLE,
     RECENT,
@@ -20,7 +20,6 @@ from keyhole.eval.comparisons import (
     gain,
     gain_text,
     p_text,
-    wilson,
 )
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL
@@ -183,5 +182,4 @@ def right_share(line: Line | None) -> str:
     """Right answers with a Wilson interval."""
     if line is None:
         return NOTHING
-    low, high = wilson(sum(score == 1 for score in line["scores"]), len(line["scores"]))
-    return f"{100 * line['score']:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+    return share(sum(score == 1 for score in line["scores"]), len(line["scores"]))

@@ -29,13 +29,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import benchmarks
 import keyhole
 from benchmarks import command
 from benchmarks.serving.server import load, serving
 from benchmarks.serving.soak import children
 from keyhole import LLM, SamplingParams
 from keyhole.bench.settings import SHAPES
-from keyhole.eval.line_file import LineFile
+from keyhole.cli import bench
 
 _BATCHES = (8, 32)
 _HELD = 512
@@ -74,11 +75,9 @@ def main() -> None:
         if arguments.shape is None:  # takes hours with a large model and tests the same server
             line["results"].append(_held(address, arguments))
     line["bars"] = _targets(line["results"])
-    for target in line["bars"]:
-        met = "met" if target["met"] else "MISSED"
-        print(met, target["bar"], f"{target['value']:.3f}", target["wanted"])
+    bench.print_targets(line["bars"])
     if arguments.output:
-        LineFile(arguments.output).add(line)
+        benchmarks.append(Path(arguments.output), line)
 
 
 def save_random(shape: str, folder: Path) -> None:
@@ -182,15 +181,13 @@ def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for result in results:
         if result["kind"] == "batch":
             name = f"tokens/s over HTTP / by LLM.generate, {result['batch']} streams"
-            value, wanted, met = result["ratio"], f">= {_SHARE}", result["ratio"] >= _SHARE
+            targets.append(command.target(name, result["ratio"], _SHARE))
         elif result["kind"] == "first_token":
             name = "milliseconds that the first token comes later"
-            value, wanted = result["later_ms"], f"<= {_LATER_MS}"
-            met = value <= _LATER_MS
+            targets.append(command.target(name, result["later_ms"], _LATER_MS, "<="))
         else:
-            name, value = "connections held and answered", result["answered"]
-            wanted, met = f"= {_HELD}", value == _HELD
-        targets.append({"bar": name, "value": value, "wanted": wanted, "met": met})
+            name = "connections held and answered"
+            targets.append(command.target(name, result["answered"], _HELD, "="))
     return targets
 
 

@@ -44,10 +44,11 @@ import torch
 from ray import serve
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import benchmarks
 import keyhole
 from benchmarks import command
 from benchmarks.serving.server import load, serving
-from keyhole.eval.line_file import LineFile
+from keyhole.cli import bench
 from keyhole.integrations.ray import app
 
 _LATER_MS, _TIMES = 10.0, 1.9
@@ -103,11 +104,9 @@ def main() -> None:
                 ),
             ]
     line["bars"] = _targets(line["results"])
-    for target in line["bars"]:
-        met = "met" if target["met"] else "MISSED"
-        print(met, target["bar"], f"{target['value']:.2f}", target["wanted"])
+    bench.print_targets(line["bars"])
     if arguments.output:
-        LineFile(arguments.output).add(line)
+        benchmarks.append(Path(arguments.output), line)
 
 
 def make_model(folder: str, hidden: int) -> None:
@@ -247,20 +246,10 @@ def _median(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first, throughput = results
-    later, ratio = first["later_ms"], throughput["ratio"]
+    later = "milliseconds that the first token comes later through Ray"
     return [
-        {
-            "bar": "milliseconds that the first token comes later through Ray",
-            "value": later,
-            "wanted": f"<= {_LATER_MS}",
-            "met": later <= _LATER_MS,
-        },
-        {
-            "bar": "tokens/s of two replicas / of one server",
-            "value": ratio,
-            "wanted": f">= {_TIMES}",
-            "met": ratio >= _TIMES,
-        },
+        command.target(later, first["later_ms"], _LATER_MS, "<="),
+        command.target("tokens/s of two replicas / of one server", throughput["ratio"], _TIMES),
     ]
 
 

@@ -9,37 +9,37 @@ import shlex
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.results_page.text import between, written
 from benchmarks.speed_pages import stored
 from benchmarks.speed_pages.tables import command
 
 BEGIN = "<!-- speed: python -m benchmarks.serving.vllm_page -->\n"
 END = "<!-- end of speed -->"
 PAGE = ROOT / "docs/vllm.md"
+_HEADS = "prompt;batch;policy;keys read;vLLM alone;with the plugin;ratio;target".split(";")
 
 
 def section(line: dict[str, Any]) -> str:
     """A table of step times, ratios and targets, and how it was measured."""
-    rows = [
-        "| prompt | batch | policy | keys read | vLLM alone | with the plugin | ratio | target |"
-    ]
-    rows.append("|--:|--:|---|--:|--:|--:|--:|---|")
+    rows = []
     bars = iter(line["bars"])
     for result in line["results"]:
         for one in result["policies"]:
             bar = next(bars)
             budget = one["settings"].get("token_budget")
             policy = f"`{one['policy']}`" + ("" if budget is None else f", budget {budget:,}")
-            cells = [
-                f"{result['context']:,}",
-                result["batch"],
-                policy,
-                f"{one['attended_fraction']:.0%}",
-                f"{result['vllm_step_ms']:.0f} ms",
-                f"{one['step_ms']:.0f} ms",
-                f"{bar['value']:.2f}",
-                f"{bar['wanted']}, {'met' if bar['met'] else 'missed'}",
-            ]
-            rows.append(f"| {' | '.join(map(str, cells))} |")
+            rows.append(
+                [
+                    f"{result['context']:,}",
+                    str(result["batch"]),
+                    policy,
+                    f"{one['attended_fraction']:.0%}",
+                    f"{result['vllm_step_ms']:.0f} ms",
+                    f"{one['step_ms']:.0f} ms",
+                    f"{bar['value']:.2f}",
+                    f"{bar['wanted']}, {'met' if bar['met'] else 'missed'}",
+                ]
+            )
     settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
     kind = "with `torch.compile`" if settings["compile"] else "with `enforce_eager`"
     note = f" Note: {line['note']}." if line["note"] else ""
@@ -51,18 +51,12 @@ def section(line: dict[str, Any]) -> str:
         f"{versions['torch']}; {line['date'][:10]}, commit {line['commit']};\n"
         f"`{shlex.join(command(line))}`.{note}"
     )
-    return "\n".join(rows) + f"\n\n{about}\n"
-
-
-def inserted(text: str, speed: str) -> str:
-    """The page with this section between the two comments."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + speed + END + rest.split(END)[1]
+    return f"{written(_HEADS, rows)}\n\n{about}\n"
 
 
 def main() -> None:
     """Rewrites the section."""
-    PAGE.write_text(inserted(PAGE.read_text(), section(stored("vllm")[-1])))
+    PAGE.write_text(between(PAGE.read_text(), BEGIN, END, section(stored("vllm")[-1])))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+import benchmarks
 from benchmarks import command
 from keyhole.bench.settings import SHAPES
-from keyhole.eval.line_file import LineFile
+from keyhole.cli import bench
 
 #: Target: share of vLLM's tokens per second if the budget covers the length.
 _SHARE = 0.95
@@ -65,11 +67,9 @@ def main() -> None:
         cases += [("budget", n, arguments.context, budgeted) for n in arguments.batches]
         line["results"] = [compare(alone, with_plugin, *case, arguments) for case in cases]
     line["bars"] = _targets(line["results"])
-    for target in line["bars"]:
-        met = "met" if target["met"] else "MISSED"
-        print(met, target["bar"], f"{target['value']:.3f}", target["wanted"])
+    bench.print_targets(line["bars"])
     if arguments.output:
-        LineFile(arguments.output).add(line)
+        benchmarks.append(Path(arguments.output), line)
 
 
 def asked(token_budget: int) -> dict[str, dict[str, Any]]:
@@ -188,15 +188,9 @@ def _targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             how = (
                 "covered by the budget" if covered else f"budget {one['settings']['token_budget']}"
             )
-            ratio = one["ratio"]
-            targets.append(
-                {
-                    "bar": f"tokens/s with the plugin / of vLLM alone: {where}, {how}",
-                    "value": ratio,
-                    "wanted": f">= {_SHARE}" if covered else "> 1",
-                    "met": ratio >= _SHARE if covered else ratio > 1,
-                }
-            )
+            name = f"tokens/s with the plugin / of vLLM alone: {where}, {how}"
+            wanted, sign = (_SHARE, ">=") if covered else (1, ">")
+            targets.append(command.target(name, one["ratio"], wanted, sign))
     return targets
 
 

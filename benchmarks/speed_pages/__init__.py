@@ -15,17 +15,16 @@ lines.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from benchmarks import ROOT, results
+from benchmarks import ROOT, read_lines, results
 from benchmarks.paper import page as headline_page
+from benchmarks.results_page.text import between
 from benchmarks.speed_pages import few_bits as few_bits_page
 from benchmarks.speed_pages import million as million_page
 from benchmarks.speed_pages import offload as offload_page
-from benchmarks.speed_pages import packed as packed_page
 from benchmarks.speed_pages import plot, tables
 from benchmarks.speed_pages import speculation as speculation_page
 
@@ -40,8 +39,7 @@ Line = dict[str, Any]
 
 def stored(benchmark: str) -> list[Line]:
     """All lines of a benchmark's results, oldest first."""
-    file = results() / f"{benchmark}.jsonl"
-    return [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
+    return read_lines(results() / f"{benchmark}.jsonl")
 
 
 def latest(lines: Sequence[Line], key: Callable[[Line], Hashable]) -> list[Line]:
@@ -61,13 +59,6 @@ def render(lines: Sequence[Line]) -> str:
         return ""
     line = min(last, key=lambda line: int(line["settings"]["batch"]))
     return f"{tables.ratios(line)}\n\n{tables.about(line)}\n\n{_image(line, _IMAGES)}\n"
-
-
-def inserted(text: str, tables: str) -> str:
-    """The text with the tables inserted between the two comments."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return head + BEGIN + tables + END + tail
 
 
 def page(
@@ -102,11 +93,11 @@ def page(
     parts += few_bits_page.section(few_bits)
     parts += speculation_page.section(speculation)
     parts += speculation_page.own_drafts(drafts)
-    whole = [line for line in kernels if not packed_page.is_alone(line)]
+    whole = [line for line in kernels if not few_bits_page.is_alone(line)]
     for line in latest(whole, _processor):
         parts += [f"## Kernels on {_processor(line)}", *tables.kernels(line)]
         parts.append(tables.about(line))
-    parts += packed_page.section(kernels)
+    parts += few_bits_page.products(kernels)
     for line in latest(offload, _model):
         parts += offload_page.section(line)
     parts += million_page.section(million)
@@ -133,7 +124,7 @@ def main() -> None:
     """Rewrites the pages and figures of the checkout."""
     decode, offload, million = (stored(name) for name in ("decode", "offload", "million"))
     readme, docs = ROOT / "README.md", ROOT / "docs"
-    readme.write_text(inserted(readme.read_text(), render(decode)))
+    readme.write_text(between(readme.read_text(), BEGIN, END, render(decode)))
     (docs / PAGE).write_text(current())
     for name, line in pictures(decode).items():
         plot.step_times(line, docs / "images" / name)

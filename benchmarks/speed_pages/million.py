@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_page.text import written
 from benchmarks.speed_pages import tables
 from benchmarks.speed_pages.plot import logarithmic_axes
 from keyhole.config import bytes_text
@@ -53,10 +53,10 @@ def section(lines: Sequence[Line]) -> list[str]:
         "in the buffers of offloaded layers. *Peak / plan*: the largest private memory of the\n"
         "process, without that of the program, divided by the largest size that the plan\n"
         "predicts while a sequence grows to this length:",
-        tables.written(_HEADS, [_cells(line, found) for line in found]),
+        written(_HEADS, [_cells(line, found) for line in found]),
         *_targets(found),
         _counted(counts_all),
-        _about(found),
+        f"At least {found[-1]['settings']['repeat']} steps each. {tables.origin(*found)}",
     ]
 
 
@@ -153,15 +153,3 @@ def _targets(lines: Sequence[Line]) -> list[str]:
 def _memories(lines: Sequence[Line]) -> str:
     found = {line["settings"]["shape"]: line["settings"]["total_memory"] for line in lines}
     return ", ".join(f"{bytes_text(size)} for {shape}" for shape, size in found.items())
-
-
-def _about(lines: Sequence[Line]) -> str:
-    last = max(lines, key=lambda line: line["date"])
-    machine, settings = last["machine"], last["settings"]
-    commits = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
-    notes = "".join(f" Note: {note}." for note in {line["note"] for line in lines} if note)
-    return (
-        f"At least {settings['repeat']} steps each. {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gib']:.0f} GiB; torch {last['versions']['torch']}; {last['date'][:10]}, "
-        f"commit {commits};\n`{shlex.join(tables.command(last))}`.{notes}"
-    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.offload.loading import ELASTIC, NO_ELASTIC, NO_OVERLAP
+from benchmarks.results_page.text import written
 from benchmarks.speed_pages import tables
 from keyhole.drawing import FAINT, INK, picture
 
@@ -41,7 +41,7 @@ def section(line: Line) -> list[str]:
         "that the previous step also had, in tokens (pages under `delta`). *Hit rate*: the share\n"
         "of selected tokens that were in the buffers, without the newest one. The last column is\n"
         "how often the right next word was the most likely one, with or without offloading:",
-        tables.written(
+        written(
             _MOVED,
             _rows(line, _moved),
         ),
@@ -58,7 +58,7 @@ def _timed(line: Line) -> list[str]:
         "Time of a step, relative to no offloading, and in brackets the milliseconds that\n"
         "attention waited for copies. Layers are offloaded to a file here; if the system caches\n"
         "it, these are copies within memory.",
-        tables.written(_TIMES, _rows(line, _times)),
+        written(_TIMES, _rows(line, _times)),
     ]
 
 
@@ -106,7 +106,7 @@ def _large(line: Line) -> list[str]:
         f"{settings['context']:,} tokens,\nbudget {first['budget']:,}, medians of "
         f"{first['steps_timed']} steps. With random keys and a random head, selections\n"
         "have almost nothing in common from step to step, so this is the worst case for loading:",
-        tables.written(
+        written(
             ["policy", "system", "step", "/ resident", "waiting", "moved per step", "hit rate"],
             [_large_cells(result) for result in line["large"]],
         ),
@@ -165,16 +165,11 @@ def _share(found: dict[str, dict[str, Any]]) -> float:
 
 
 def _about(line: Line) -> str:
-    settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
-    first = line["results"][0]
-    note = f" Note: {line['note']}." if line["note"] else ""
+    settings, first = line["settings"], line["results"][0]
     medians = f"; times are medians of {first['steps_timed']} interleaved steps"
     texts = f"{settings['items']} derivation{'' if settings['items'] == 1 else 's'}"
     return (
         f"{line['model']}, {texts} of up to {max(line['tokens']):,} "
         f"tokens, {first['steps_counted']:,} steps counted at the least budget"
-        f"{medians if line['model'] == BUNDLED else ''}. "
-        f"{machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gib']:.0f} GiB; torch {versions['torch']}; {line['date'][:10]}, commit "
-        f"{line['commit']};\n`{shlex.join(tables.command(line))}`.{note}"
+        f"{medians if line['model'] == BUNDLED else ''}. {tables.origin(line)}"
     )

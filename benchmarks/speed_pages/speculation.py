@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.results_page.text import written
 from benchmarks.speed_pages import tables
 
 Line = dict[str, Any]
@@ -37,8 +37,7 @@ def own_drafts(lines: Sequence[Line]) -> list[str]:
 
 
 def _of_model(name: str, line: Line) -> list[str]:
-    settings, machine = line["settings"], line["machine"]
-    results, load = line["results"], machine["load_average"]
+    settings, results = line["settings"], line["results"]
     found = {(one["task"], one["length"], one["system"]): one for one in results}
     systems = [system for system in settings["systems"] if system != "full"]
     rows = [
@@ -47,10 +46,9 @@ def _of_model(name: str, line: Line) -> list[str]:
     ]
     return [
         f"`{name}`:",
-        tables.written(["task", "words", *(f"`{system}`" for system in systems)], rows),
+        written(["task", "words", *(f"`{system}`" for system in systems)], rows),
         f"{settings['items']} texts of each kind, the last {settings['written']} words of which "
-        f"are written. {machine['cpu']}, {machine['cores']} cores, load\n{load}; "
-        f"{line['date'][:10]}, commit {line['commit']};\n`{shlex.join(tables.command(line))}`.",
+        f"are written; load {line['machine']['load_average']}. {tables.origin(line)}",
     ]
 
 
@@ -78,7 +76,7 @@ def section(lines: Sequence[Line]) -> list[str]:
 
 
 def _of_processor(line: Line) -> list[str]:
-    settings, machine = line["settings"], line["machine"]
+    settings = line["settings"]
     rows = [
         [f"{result['context']:,}", f"`{name}`", *_cells(found)]
         for result in line["results"]
@@ -86,12 +84,10 @@ def _of_processor(line: Line) -> list[str]:
     ]
     heads = ["tokens", "system", "step in ms", "tokens per step", "tokens/s by those of `full`"]
     return [
-        tables.written(heads, rows),
+        written(heads, rows),
         "\n".join(_target(result) for result in line["results"] if "target" in result),
         f"Shape of {settings['shape']}, weights in {_weights(line)}, medians of "
-        f"{settings['rounds']} turns of {settings['steps']} steps. {machine['cpu']}, "
-        f"{machine['cores']} cores; "
-        f"{line['date'][:10]}, commit {line['commit']};\n`{shlex.join(tables.command(line))}`.",
+        f"{settings['rounds']} turns of {settings['steps']} steps. {tables.origin(line)}",
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.kernels.linear_cases import SUM
 from benchmarks.llama_cpp.system import SYSTEMS
+from benchmarks.results_page.text import written
 from keyhole.bench.settings import BASELINES
 
 Line = dict[str, Any]
@@ -86,19 +87,28 @@ def targets(line: Line) -> str:
 
 
 def about(line: Line) -> str:
-    """Command, machine and date of the measurement."""
-    settings, machine, versions = (line[name] for name in ("settings", "machine", "versions"))
+    """Settings, command, machine and date of the measurement."""
+    settings = line["settings"]
     batch = "" if settings["batch"] == 1 else f", batch {settings['batch']}"
-    device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
-    note = f" Note: {line['note']}." if line["note"] else ""
     kind = "steps" if line["benchmark"] == "decode" else "calls"
     return (
         f"Shape of {settings['shape']}, {settings['dtype']}{batch}, medians of "
-        f"{settings['repeat']} interleaved {kind}. {device}{machine['cpu']}, {machine['cores']} "
-        f"cores, {machine['memory_gib']:.0f} GiB; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}{outside(line)}; {line['date'][:10]}, "
-        f"commit {line['commit']};\n"
-        f"`{shlex.join(command(line))}`.{note}"
+        f"{settings['repeat']} interleaved {kind}. {origin(line)}"
+    )
+
+
+def origin(*lines: Line) -> str:
+    """Machine, versions, date and command of the newest line; commits and notes of all."""
+    last = max(lines, key=lambda line: str(line["date"]))
+    machine, versions, peer = last["machine"], last["versions"], last.get("llama_cpp")
+    device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
+    outside = f", llama-cpp-python {peer['version']}" if peer else ""
+    commits = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
+    notes = dict.fromkeys(f" Note: {line['note']}." for line in lines if line["note"])
+    return (
+        f"{device}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB; "
+        f"torch {versions['torch']}, transformers {versions['transformers']}{outside}; "
+        f"{last['date'][:10]}, commit {commits};\n`{shlex.join(command(last))}`.{''.join(notes)}"
     )
 
 
@@ -110,12 +120,6 @@ def command(line: Line) -> list[str]:
             place = words.index(flag)
             del words[place : place + 2]
     return words
-
-
-def outside(line: Line) -> str:
-    """The version of llama.cpp's package, if it took part."""
-    about = line.get("llama_cpp")
-    return f", llama-cpp-python {about['version']}" if about else ""
 
 
 def _systems(line: Line) -> list[str]:
@@ -131,13 +135,6 @@ def _by_context(line: Line, names: Sequence[str], cell: Callable[[Any], str]) ->
         for n in contexts
     ]
     return written(["tokens", *(f"`{name}`" for name in names)], rows)
-
-
-def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [heads, *rows]
-    text = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([text[0], "|---" * len(heads) + "|", *text[1:]])
 
 
 def _ratio(result: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -131,6 +132,11 @@ def time_ms(run: Callable[[], object], device: torch.device) -> float:
     run()
     synchronize(device)
     return 1e3 * (time.perf_counter() - begin)
+
+
+def median_ratio(own: Sequence[float], other: Sequence[float]) -> float:
+    """The median over rounds of one time divided by another of the same round."""
+    return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
 def synchronize(device: torch.device) -> None:

@@ -156,15 +156,20 @@ def measured(
         print(terminal.to_json(line), flush=True)
         file.add(line)  # after the results, which a disk without room must not cost
         return status
-    for target in line.get("bars", []):
-        met = "met" if target["met"] else "MISSED"
-        met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
-        print(f"{met}: {target['bar']} is {target['value']:.2f}, target {target['wanted']}")
+    print_targets(line.get("bars", []))
     file.add(line)
     bandwidth = line.get("read_bytes_per_s")
     speed = "" if bandwidth is None else f"memory is read at {bandwidth / 1e9:.1f} GB/s; "
     print(f"{speed}written: {arguments.output}")
     return status
+
+
+def print_targets(targets: Sequence[dict[str, Any]]) -> None:
+    """Prints a line for each target of a line of results."""
+    for target in targets:
+        met = "met" if target["met"] else "MISSED"
+        met = terminal.styled(met, terminal.MARKS[met], sys.stdout)
+        print(f"{met}: {target['bar']} is {target['value']:.2f}, target {target['wanted']}")
 
 
 def _check_own(arguments: argparse.Namespace, name: str) -> None:

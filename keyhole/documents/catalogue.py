@@ -11,10 +11,12 @@ import difflib
 import hashlib
 import os
 import re
+import sqlite3
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from errno import EDQUOT, EFBIG, EMFILE, ENOSPC
 from pathlib import Path
 
 from keyhole.config import bytes_text, is_several, require
@@ -23,14 +25,43 @@ from keyhole.documents.integrity import RecordError
 from keyhole.documents.record import find_header
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
 from keyhole.documents.storage import Entry, Lease, StorageBackend, is_free, locked
-from keyhole.errors import StorageFullError, UnknownNameError
+from keyhole.errors import ConfigError, StorageFullError, UnknownNameError
 
 _SOURCE = re.compile(r"[0-9a-f]{32}\.txt")
 _RECORD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}\.safetensors")
+_NO_SPACE = (ENOSPC, EDQUOT, EFBIG)
 # An error is one line.
 _MOST_NAMES_TOLD = 12
 #: How old a list of a storage that other machines may change can be: /metrics and every search ask.
 FRESH_S = 10.0
+
+
+@contextmanager
+def told(place: str, how: str) -> Iterator[None]:
+    """Turns failures of the storage at `place` and of its index into errors for users."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = f"documents at {place!r} cannot be {how}: {reason}"
+        if error.errno in _NO_SPACE:
+            raise StorageFullError(
+                f"{where}; the store is unchanged; free disk space, remove documents, or use "
+                "another folder"
+            ) from error
+        if error.errno == EMFILE:
+            where += "; name fewer documents, or allow more open files: `ulimit -n`"
+        raise ConfigError(where) from error
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+            raise StorageFullError(
+                f"the index of the documents at {place!r} cannot be written: {error}; free disk "
+                "space"
+            ) from error
+        raise ConfigError(
+            f"the index of the documents at {place!r} cannot be used: {error}; if it is damaged, "
+            "it is rebuilt at the next start"
+        ) from error
 
 
 class Catalogue:

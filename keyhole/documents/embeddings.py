@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from keyhole.config import is_count, require
-from keyhole.documents.search import (
-    DamagedTableError,
-    Found,
-    Listing,
-    made_anew_if_damaged,
-    remove_table,
-)
+from keyhole.documents.search import Found, Listing, SearchTable
 from keyhole.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -157,19 +149,15 @@ class SentenceEncoder:
         return mean
 
 
-class EmbeddingSearch:
+class EmbeddingSearch(SearchTable):
     """Documents with a passage near the query's meaning; score: the cosine, from -1 to 1.
 
     path: the table's file, which can be rebuilt from the texts at any time.
     """
 
     def __init__(self, path: Path, encoder: SentenceEncoder) -> None:
-        self._path, self._encoder = path, encoder
-        self._guard = threading.Lock()
-
-    def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
-        """See `Retriever`."""
-        made_anew_if_damaged(lambda: self._update(documents, text))
+        super().__init__(path)
+        self._encoder = encoder
 
     def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:
@@ -202,35 +190,6 @@ class EmbeddingSearch:
             for name, score, text in rows
         ]
 
-    @contextmanager
-    def _table(self) -> Iterator[apsw.Connection]:
-        """The table in a transaction. ConfigError if it cannot be used; deleted if damaged."""
-        import apsw
-
-        try:
-            with self._guard:
-                connection = self._open()
-                try:
-                    connection.execute("BEGIN IMMEDIATE")
-                    yield connection
-                    connection.execute("COMMIT")  # without it, closing rolls back
-                finally:
-                    connection.close()
-        except (apsw.NotADBError, apsw.CorruptError) as error:
-            remove_table(self._path)
-            raise DamagedTableError(self._path) from error
-        except apsw.Error as error:
-            raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
-
-    def _open(self) -> apsw.Connection:
-        import apsw
-
-        try:
-            return self._connect()
-        except (apsw.NotADBError, apsw.CorruptError):
-            remove_table(self._path)
-            return self._connect()
-
     def _connect(self) -> apsw.Connection:
         import apsw
         import sqlite_vec
@@ -246,6 +205,11 @@ class EmbeddingSearch:
             connection.close()
             raise
         return connection
+
+    def _code(self, error: Exception) -> int | None:
+        import apsw
+
+        return getattr(error, "result", -1) if isinstance(error, apsw.Error) else None
 
 
 def _json(path: Path) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from keyhole.documents.catalogue import told
 from keyhole.documents.index import DocumentInfo, record_file
-from keyhole.documents.integrity import Fingerprint, RecordError, differences, foreign, model_of
-from keyhole.documents.reader import MEMORY_BYTES, StoredDocument, VerifiedRecords
+from keyhole.documents.integrity import Fingerprint, RecordError, differences, model_of
+from keyhole.documents.reader import MEMORY_BYTES, StoredDocument, VerifiedRecords, absent
 from keyhole.documents.record import find_header
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import HEAD_BYTES, SourceFile, file_of
@@ -51,10 +52,8 @@ class DocumentLookup:
 
     def digest(self, name: str) -> str:
         """The digest of a document's source; UnknownNameError with the nearest name."""
-        try:
+        with told(self._place.url, "read"):
             head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
-        except OSError as error:
-            raise self._unreadable(error) from error
         if not head:
             paths = [f"documents/{name}" for name in self._files("documents")]
             known = []
@@ -69,51 +68,32 @@ class DocumentLookup:
 
         RecordError for a record that is damaged, missing, or another model's.
         """
-        file = record_file(digest, self._model)
-        try:
-            reader = self._place.reader(f"records/{file}")
-        except FileNotFoundError:
-            raise self._absent(name, digest) from None
-        except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            record = self._verified.read(reader, digest)
-        except RecordError as error:
-            reader.close()
-            raise error.of(name) from error
-        info = DocumentInfo(
-            name=name,
-            tokens=record.header.tokens,
-            block_size=record.header.block_size,
-            size_bytes=reader.size,
-            created=record.header.created,
-            last_used=record.header.created,
-            hits=0,
-            pinned=False,
-            digest=digest,
-            records=(self._model,),
-            encoded=True,
-            metadata={},
-        )
-        return StoredDocument(info, record, reader, ExitStack(), checks=not reader.is_local)
-
-    def _absent(self, name: str, digest: str) -> RecordError:
-        """The error for a missing record: other models have one, or none has."""
-        for record in self._files("records"):
-            header = find_header(self._place, record) if record.startswith(digest) else None
-            if header is not None:
-                error = foreign(header.fingerprint, self._fingerprint)
-                if error is not None:
-                    return error.of(name)
-        what = "it has no record, because it was evicted or removed"
-        return RecordError("missing", what, "a record", name)
+        with told(self._place.url, "read"), ExitStack() as held:
+            try:
+                reader = self._place.reader(f"records/{record_file(digest, self._model)}")
+                held.callback(reader.close)
+                record = self._verified.read(reader, digest)
+            except FileNotFoundError:
+                records = [file for file in self._files("records") if file.startswith(digest)]
+                raise absent(self._place, records, self._fingerprint).of(name) from None
+            except RecordError as error:
+                raise error.of(name) from error
+            info = DocumentInfo(
+                name=name,
+                tokens=record.header.tokens,
+                block_size=record.header.block_size,
+                size_bytes=reader.size,
+                created=record.header.created,
+                last_used=record.header.created,
+                hits=0,
+                pinned=False,
+                digest=digest,
+                records=(self._model,),
+                encoded=True,
+                metadata={},
+            )
+            return StoredDocument(info, record, reader, held.pop_all(), checks=not reader.is_local)
 
     def _files(self, folder: str) -> list[str]:
-        try:
+        with told(self._place.url, "read"):
             return sorted(self._place.files(folder))
-        except OSError as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: OSError) -> ConfigError:
-        reason = error.strerror or str(error)
-        return ConfigError(f"documents at {self._place.url!r} cannot be read: {reason}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,7 +42,7 @@ from keyhole.documents.record import (
     read_statistics,
 )
 from keyhole.documents.source import SourceFile
-from keyhole.documents.storage import StorageReader
+from keyhole.documents.storage import StorageBackend, StorageReader
 from keyhole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ MEMORY_BYTES = 256 << 20
 
 #: Memory of a tensor's entry in a header, with its name and digest: measured, 400 to 500.
 _SPAN_BYTES = 500
-
-
-class Held(Protocol):
-    """Keeps a record from being deleted."""
-
-    def close(self) -> None:
-        """Releases the record."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +143,7 @@ class StoredDocument:
         info: DocumentInfo,
         record: VerifiedRecord,
         reader: StorageReader,
-        lease: Held,
+        held: ExitStack,
         *,
         checks: bool = False,
     ) -> None:
@@ -164,7 +157,7 @@ class StoredDocument:
         self._reader = reader
         self._record = record
         self._checks = checks
-        self._release = weakref.finalize(self, _release, reader, lease)
+        self._release = weakref.finalize(self, held.close)
         self.token_ids = record.token_ids
 
     def __enter__(self) -> StoredDocument:
@@ -344,11 +337,6 @@ def _part(span: Span, start: int, stop: int) -> Span:
     return Span(span.dtype, (stop - start, *span.shape[1:]), begin, end, "")
 
 
-def _release(reader: StorageReader, lease: Held) -> None:
-    reader.close()
-    lease.close()
-
-
 def problems(
     catalogue: Catalogue, source: SourceFile, fingerprint: Fingerprint, *, named: bool
 ) -> list[Problem]:
@@ -385,7 +373,7 @@ def _faults(
             header = header_of(reader, source.digest, fingerprint)
             check_tensors(reader, header)
     except FileNotFoundError:
-        fault = absent(catalogue, source.digest, fingerprint)
+        fault = absent(place, catalogue.index.records(source.digest), fingerprint)
         if named or fault.kind != "missing":
             yield fault
     except RecordError as error:
@@ -418,18 +406,17 @@ def header_of(reader: StorageReader, digest: str, fingerprint: Fingerprint) -> R
     return header
 
 
-def absent(catalogue: Catalogue, digest: str, fingerprint: Fingerprint) -> RecordError:
+def absent(place: StorageBackend, records: Iterable[str], fingerprint: Fingerprint) -> RecordError:
     """Why a document has no record of this model: "foreign" if another model has one.
 
-    If several have one, the one that differs in the fewest fields is named.
+    records: those of its source. If several models have one, the one that differs in the fewest
+    fields is named.
     """
     errors = []
-    for record in catalogue.index.records(digest):
-        header = find_header(catalogue.place, record)
-        if header is None:
-            continue
-        error = foreign(header.fingerprint, fingerprint)
-        if error is not None:
+    for record in records:
+        header = find_header(place, record)
+        error = foreign(header.fingerprint, fingerprint) if header is not None else None
+        if header is not None and error is not None:
             errors.append((len(differences(header.fingerprint, fingerprint)), error.what, error))
     if errors:
         return min(errors, key=lambda found: found[:2])[2]

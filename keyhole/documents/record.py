@@ -53,7 +53,7 @@ def _quantised() -> tuple[torch.dtype, ...]:
     return (torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, kw_only=True)
 class LayerStatistics:
     """One layer's statistics of a document's blocks, at positions 0 to n - 1.
 
@@ -78,9 +78,9 @@ class LayerStatistics:
 STATISTICS = tuple(field.name for field in fields(LayerStatistics))
 
 
-@dataclass(eq=False)
-class LayerRecord:
-    """One layer of a document; see `LayerStatistics` for the other fields.
+@dataclass(eq=False, kw_only=True)
+class LayerRecord(LayerStatistics):
+    """One layer of a document.
 
     keys: the model's dtype [n, Hkv, D], rotated at positions 0 to n - 1; for MLA one head, [latent
     | rope]. values: same dtype [n, Hkv, Dv]; None for MLA, whose keys contain them. Keys and values
@@ -91,12 +91,6 @@ class LayerRecord:
 
     keys: Tensor
     values: Tensor | None
-    block_keys: Tensor
-    local_queries: Tensor
-    representatives: Tensor
-    representative_keys: Tensor
-    alpha: Tensor
-    received: Tensor
     extreme_keys: Tensor
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from keyhole.config import is_count, require
 from keyhole.documents.index import DocumentInfo
@@ -73,33 +74,73 @@ class DamagedTableError(ConfigError):
         super().__init__(f"the search table {path} was damaged; search again to rebuild it")
 
 
-def made_anew_if_damaged(update: Callable[[], None]) -> None:
-    """Runs an update of a table; once more where the table was damaged, and so deleted."""
-    try:
-        update()
-    except DamagedTableError:
-        update()
-
-
-def remove_table(path: Path) -> None:
-    """Deletes the file of a table."""
-    for suffix in ("", "-journal"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-class BM25:
-    """Words that a query and a document share, weighted by their rarity (Okapi BM25).
-
-    k1 is 1.2, b 0.75; case and accents are ignored. path: the table's file.
-    """
+class SearchTable(ABC):
+    """A table of texts in an SQLite file. path: the file. Safe from threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._guard = threading.Lock()
 
     def update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
-        """See `Retriever`."""
-        made_anew_if_damaged(lambda: self._update(documents, text))
+        """See `Retriever`; once more where the table was damaged, and so deleted."""
+        try:
+            self._update(documents, text)
+        except DamagedTableError:
+            self._update(documents, text)
+
+    @abstractmethod
+    def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
+        """See `update`."""
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """A connection to the file, with the table."""
+
+    @abstractmethod
+    def _code(self, error: Exception) -> int | None:
+        """SQLite's code of an error; None for an error that is not SQLite's."""
+
+    @contextmanager
+    def _table(self) -> Iterator[Any]:
+        """The table, in a transaction. ConfigError if it cannot be used; deleted if damaged."""
+        try:
+            with self._guard, closing(self._open()) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")  # without it, closing rolls back
+        except Exception as error:
+            code = self._code(error)
+            if code is None:
+                raise
+            if code in _DAMAGED:
+                self._remove()
+                raise DamagedTableError(self._path) from error
+            if code == sqlite3.SQLITE_FULL:
+                raise StorageFullError(
+                    f"the search table {self._path} cannot be written: {error}; free disk space"
+                ) from error
+            raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
+
+    def _open(self) -> Any:
+        try:
+            return self._connect()
+        except Exception as error:
+            if self._code(error) not in _DAMAGED:
+                raise
+        self._remove()
+        return self._connect()
+
+    def _remove(self) -> None:
+        """Deletes the file."""
+        for suffix in ("", "-journal"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+
+class BM25(SearchTable):
+    """Words that a query and a document share, weighted by their rarity (Okapi BM25).
+
+    k1 is 1.2, b 0.75; case and accents are ignored.
+    """
 
     def _update(self, documents: Listing, text: Callable[[str], str | None]) -> None:
         with self._table() as table:
@@ -125,33 +166,6 @@ class BM25:
             rows = table.execute(_SEARCH, (either, top_k)).fetchall()
         return [Found(name=name, score=score, snippet=snippet) for name, score, snippet in rows]
 
-    @contextmanager
-    def _table(self) -> Iterator[sqlite3.Connection]:
-        """The table, in a transaction. ConfigError if it cannot be used; deleted if damaged."""
-        try:
-            with self._guard, closing(self._open()) as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                yield connection
-                connection.execute("COMMIT")  # without it, closing rolls back
-        except sqlite3.Error as error:
-            if _is_damage(error):
-                remove_table(self._path)
-                raise DamagedTableError(self._path) from error
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-                raise StorageFullError(
-                    f"the search table {self._path} cannot be written: {error}; free disk space"
-                ) from error
-            raise ConfigError(f"the search table {self._path} cannot be used: {error}") from error
-
-    def _open(self) -> sqlite3.Connection:
-        try:
-            return self._connect()
-        except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                raise
-        remove_table(self._path)
-        return self._connect()
-
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
@@ -164,9 +178,11 @@ class BM25:
             raise
         return connection
 
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # Python's own errors, of which this one is of text that is not UTF-8
-        return isinstance(error, sqlite3.OperationalError)
-    return code & 0xFF in _DAMAGED
+    def _code(self, error: Exception) -> int | None:
+        if not isinstance(error, sqlite3.Error):
+            return None
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is None:  # Python's own errors, of which this one is of text that is not UTF-8
+            damaged = isinstance(error, sqlite3.OperationalError)
+            return sqlite3.SQLITE_CORRUPT if damaged else sqlite3.SQLITE_ERROR
+        return int(code & 0xFF)

@@ -12,17 +12,15 @@ processes may read and add at once.
 from __future__ import annotations
 
 import builtins
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from errno import EDQUOT, EFBIG, EMFILE, ENOSPC
 from pathlib import Path
 from typing import Any
 
 from keyhole.config import is_count, require
-from keyhole.documents.catalogue import Catalogue
+from keyhole.documents.catalogue import Catalogue, told
 from keyhole.documents.index import DocumentInfo, record_file
 from keyhole.documents.integrity import Fingerprint, Problem, RecordError, model_of
 from keyhole.documents.reader import (
@@ -37,9 +35,9 @@ from keyhole.documents.reader import (
 from keyhole.documents.record import DocumentRecord, validate
 from keyhole.documents.remote import open_storage
 from keyhole.documents.source import Source, SourceFile, check_name, metadata_text
-from keyhole.documents.storage import Lease, StorageReader
+from keyhole.documents.storage import StorageReader
 from keyhole.documents.writer import Writer
-from keyhole.errors import ConfigError, StorageFullError
+from keyhole.errors import ConfigError
 
 __all__ = ["DocumentInfo", "DocumentStore", "Problem", "RecordError", "StoredDocument"]
 
@@ -49,7 +47,6 @@ CHECKS = ("open", "read")
 Infos = list[DocumentInfo]
 Problems = list[Problem]
 Text = str | list[int]
-_NO_SPACE = (ENOSPC, EDQUOT, EFBIG)
 #: Threads that check records; SHA-256 of one thread reads 1 to 2 GB/s, a disk 3 to 7.
 _THREADS = 4
 
@@ -61,17 +58,12 @@ def require_check(value: str, name: str = "check") -> None:
 
 @dataclass(frozen=True)
 class _OpenRecord:
-    """A record that was checked, and what keeps it open. file: its name."""
+    """A record that was checked. file: its name. held: releases it when closed."""
 
     file: str
     record: VerifiedRecord
     reader: StorageReader
-    lease: Lease
-
-    def close(self) -> None:
-        """Releases the record."""
-        self.reader.close()
-        self.lease.close()
+    held: ExitStack
 
 
 class DocumentStore:
@@ -233,7 +225,7 @@ class DocumentStore:
                     infos[name],
                     one.record,
                     one.reader,
-                    one.lease,
+                    one.held,
                     checks=self.check == "read" or not one.reader.is_local,
                 )
                 for name, one in zip(names, opened, strict=True)
@@ -259,7 +251,7 @@ class DocumentStore:
         while True:
             try:
                 opened = self._open(source)
-                stack.callback(opened.close)
+                stack.callback(opened.held.close)
                 return opened
             except RecordError as error:
                 # Another process may have just stored another text under this name.
@@ -270,24 +262,16 @@ class DocumentStore:
 
     def _open(self, source: SourceFile) -> _OpenRecord:
         file = record_file(source.digest, self.model)
-        try:
-            lease = self._catalogue.lease(file)
-        except FileNotFoundError:
-            raise absent(self._catalogue, source.digest, self.fingerprint) from None
-        try:
-            reader = self._place.reader(f"records/{file}")
-        except FileNotFoundError:
-            lease.close()
-            raise absent(self._catalogue, source.digest, self.fingerprint) from None
-        except BaseException:
-            lease.close()
-            raise
-        try:
-            return _OpenRecord(file, self._verified.read(reader, source.digest), reader, lease)
-        except BaseException:
-            reader.close()
-            lease.close()
-            raise
+        with ExitStack() as held:
+            try:
+                held.callback(self._catalogue.lease(file).close)
+                reader = self._place.reader(f"records/{file}")
+            except FileNotFoundError:
+                records = self._catalogue.index.records(source.digest)
+                raise absent(self._place, records, self.fingerprint) from None
+            held.callback(reader.close)
+            record = self._verified.read(reader, source.digest)
+            return _OpenRecord(file, record, reader, held.pop_all())
 
     def info(self, name: str) -> DocumentInfo:
         """A document's entry; UnknownNameError with the nearest name."""
@@ -368,31 +352,5 @@ class DocumentStore:
         with self._told("written"):
             self._writer.remove(name)
 
-    # Shared by all operations.
-
-    @contextmanager
-    def _told(self, how: str) -> Iterator[None]:
-        """Turns failures of the storage and the index into errors for users."""
-        try:
-            yield
-        except OSError as error:
-            reason = error.strerror or str(error)
-            where = f"documents at {self._place.url!r} cannot be {how}: {reason}"
-            if error.errno in _NO_SPACE:
-                raise StorageFullError(
-                    f"{where}; the store is unchanged; free disk space, remove documents, or use "
-                    "another folder"
-                ) from error
-            if error.errno == EMFILE:
-                where += "; name fewer documents, or allow more open files: `ulimit -n`"
-            raise ConfigError(where) from error
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-                raise StorageFullError(
-                    f"the index of the documents at {self._place.url!r} cannot be written: "
-                    f"{error}; free disk space"
-                ) from error
-            raise ConfigError(
-                f"the index of the documents at {self._place.url!r} cannot be used: {error}; if "
-                "it is damaged, it is rebuilt at the next start"
-            ) from error
+    def _told(self, how: str) -> AbstractContextManager[None]:
+        return told(self._place.url, how)

@@ -344,9 +344,7 @@ def laid_out(lines: Sequence[Line], columns: Mapping[str, Text]) -> EvalTable:
             shared.append(f"{name} {found.pop()}")
             del cells[name]
     left = len(cells)
-    cells |= columns
-    rows = [[text(line) for text in cells.values()] for line in lines]
-    return EvalTable(title=", ".join(shared), heads=list(cells), rows=rows, left=left)
+    return EvalTable.of(", ".join(shared), left, lines, {**cells, **columns})
 
 
 def field_text(name: str, text: Callable[[Any], str]) -> Text:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from keyhole.config import is_count
 from keyhole.errors import ConfigError, why
 
 Line = dict[str, Any]
+Row = TypeVar("Row")
 
 GATE, QUESTIONS = "eval-verify", "eval-documents"
 """The `benchmark` field of the suite `paper`'s lines that are not cells of tasks."""
@@ -34,6 +35,19 @@ class EvalTable:
     rows: Sequence[Sequence[str]]
     left: int
     about: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        left: int,
+        items: Iterable[Row],
+        columns: Mapping[str, Callable[[Row], str]],
+        about: str = "",
+    ) -> Self:
+        """A row for each item; columns: the text of an item by head."""
+        rows = [[text(item) for text in columns.values()] for item in items]
+        return cls(title=title, heads=list(columns), rows=rows, left=left, about=about)
 
 
 @dataclass(kw_only=True)

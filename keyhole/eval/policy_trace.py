@@ -181,7 +181,6 @@ class Recorded:
 
     trace: Trace
     prompt_tokens: int
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -287,6 +286,6 @@ def selection_maps(
     step.
     """
     traced = Traced(policy, Trace(only=frozenset(layers)))
-    (sequence,) = serve(make_engine(traced), [shown.request]).sequences
-    recorded = Recorded(traced.trace, len(shown.request.prompt), sequence.detokenizer.text)
+    serve(make_engine(traced), [shown.request])
+    recorded = Recorded(traced.trace, len(shown.request.prompt))
     return [selection_map(recorded, layer, shown.marks).to_json() for layer in traced.trace.layers]

@@ -13,7 +13,6 @@ import numpy as np
 from pydantic_core import to_json
 from tokenizers.decoders import DecodeStream
 
-from keyhole.engine.read_trace import TokenReads
 from keyhole.engine.sequence import Piece, Result, Stats
 from keyhole.server.chat.reply import Reply
 from keyhole.server.errors import ApiError
@@ -289,36 +288,23 @@ class AnswerReads:
     def __init__(self, tokenizer: Any) -> None:
         self._texts = TokenTexts(tokenizer)
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        """The field for one piece of a stream; the first one has the prompt."""
-        assert piece.reads is not None
-        assert piece.stats is not None
-        return self._shown(piece.prompt_token_ids, piece.token_ids, piece.reads, piece.stats)
-
-    def whole(self, result: Result) -> dict[str, Any]:
-        """The field for a whole answer."""
-        assert result.reads is not None
-        return self._shown(result.prompt_token_ids, result.token_ids, result.reads, result.stats)
-
-    def _shown(
-        self,
-        prompt: Sequence[int] | None,
-        tokens: Sequence[int],
-        reads: Sequence[TokenReads],
-        stats: Stats,
-    ) -> dict[str, Any]:
+    def shown(self, of: Piece | Result) -> dict[str, Any]:
+        """The field for a whole answer, or for a piece of a stream; the first has the prompt."""
+        assert of.reads is not None
+        assert of.stats is not None
+        prompt, tokens = of.prompt_token_ids, of.token_ids
         first = {} if prompt is None else {"prompt": self._texts.next(prompt)}
         shown = [
             {"id": token, "text": text}
             for token, text in zip(tokens, self._texts.next(tokens), strict=True)
         ]
-        for one, read in zip(shown, reads, strict=False):  # a very long answer has more tokens
+        for one, read in zip(shown, of.reads, strict=False):  # a very long answer has more tokens
             one |= {
                 "length": read.length,
                 "layers": list(read.layers),
                 "ranges": [_ranges(*entry) for entry in zip(read.ranges, read.lists, strict=True)],
             }
-        totals = {"counters": counters([stats]), "step_ms": stats.step_ms}
+        totals = {"counters": counters([of.stats]), "step_ms": of.stats.step_ms}
         return {**first, "tokens": shown, **totals}
 
 

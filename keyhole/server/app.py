@@ -15,6 +15,7 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
 
 import keyhole
 from keyhole.async_llm import AsyncLLM
@@ -70,6 +71,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         app.add_exception_handler(cls, _handler(errors.api_error))
     app.add_middleware(Gate, state=state)
     return app
+
+
+def whole_body(body: bytes) -> Receive:
+    """What an application receives of a request that is here whole and does not disconnect."""
+    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("the event is never set")
+
+    return receive
 
 
 def _handler(convert: Any) -> Any:

@@ -227,48 +227,103 @@ async def respond(
     """
     state = state_of(request)
     limit = state.timeout(None if body.keyhole is None else body.keyhole.timeout)
+    answering = _Answering(state, answer, streams, used_passages, limit)
     with concerning(body.param), ExitStack() as stack:
         stack.enter_context(state.admission.enter(len(streams)))
         if not body.stream:
-            work = functools.partial(_whole, state, answer, streams, used_passages, limit)
-            answered = await _unless_gone(request, work)
+            answered = await _unless_gone(request, answering.whole)
             return Response(status_code=GONE) if answered is None else answered
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        events = _events(state, answer, streams, stack.pop_all(), used_passages, limit, usage=usage)
+        events = answering.events(stack.pop_all(), usage=usage)
         # A request that can never be served gets its own status.
         first = await _unless_gone(request, functools.partial(anext, events))
     if first is None:
         await events.aclose()
         return Response(status_code=GONE)
-    return StreamingResponse(
-        _after(state, answer, first, events), media_type="text/event-stream", headers=_HEADERS
-    )
+    sent = answering.after(first, events)
+    return StreamingResponse(sent, media_type="text/event-stream", headers=_HEADERS)
 
 
-async def _whole(
-    state: State,
-    answer: AnyAnswer,
-    streams: list[_Stream],
-    used_passages: _UsedPassages | None,
-    limit: float | None,
-) -> Response:
-    results: dict[int, Result] = {}
-    async with asyncio.timeout(limit), aclosing(merged(streams)) as pieces:
-        async for index, piece in pieces:
-            answer.take(index, piece)
-            if piece.result is not None:
-                results[index] = piece.result
-                state.finished(piece.result)
-    ordered = [results[index] for index in range(len(streams))]
-    documents = (
-        None if used_passages is None else await asyncio.to_thread(used_passages, ordered[0])
-    )
-    body = answer.whole(ordered, documents)
-    for choice, result in zip(body.get("choices", ()), ordered, strict=False):
-        if result.reads is not None:
-            of = AnswerReads(state.tokenizer)
-            choice["keyhole"] = await asyncio.to_thread(of.whole, result)
-    return JSONResponse(body)
+@dataclasses.dataclass(frozen=True)
+class _Answering:
+    """A request that is being answered. limit: seconds that it may take; None: no limit."""
+
+    state: State
+    answer: AnyAnswer
+    streams: list[_Stream]
+    used_passages: _UsedPassages | None
+    limit: float | None
+    results: dict[int, Result] = dataclasses.field(default_factory=dict)
+
+    async def whole(self) -> Response:
+        """The whole answer."""
+        async with asyncio.timeout(self.limit), aclosing(merged(self.streams)) as pieces:
+            async for index, piece in pieces:
+                self.answer.take(index, piece)
+                self._keep(index, piece)
+        ordered, documents = await self._finished()
+        body = self.answer.whole(ordered, documents)
+        for choice, result in zip(body.get("choices", ()), ordered, strict=False):
+            if result.reads is not None:
+                of = AnswerReads(self.state.tokenizer)
+                choice["keyhole"] = await asyncio.to_thread(of.shown, result)
+        return JSONResponse(body)
+
+    async def events(self, stack: ExitStack, *, usage: bool) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; stack: closed with the stream."""
+        answer = self.answer
+        deadline = None if self.limit is None else asyncio.get_running_loop().time() + self.limit
+        begun: set[int] = set()
+        reads: dict[int, AnswerReads] = {}
+        with stack:
+            async with aclosing(_until(deadline, merged(self.streams))) as pieces:
+                async for index, piece in pieces:
+                    # Until the first piece, which shows that all can be served, errors have a
+                    # status.
+                    for event in [] if begun else answer.begin():
+                        yield answer.frame(event)
+                    for event in answer.piece(index, piece, first=index not in begun):
+                        if piece.reads is not None and "choices" in event:
+                            of = reads.setdefault(index, AnswerReads(self.state.tokenizer))
+                            shown = await asyncio.to_thread(of.shown, piece)
+                            event["choices"][0]["keyhole"] = shown
+                        yield answer.frame(event)
+                    begun.add(index)
+                    self._keep(index, piece)
+            ordered, documents = await self._finished(wanted=usage)
+            for event in answer.closing(ordered, documents, wants_usage=usage):
+                yield answer.frame(event)
+            yield answer.end
+
+    def _keep(self, index: int, piece: Piece) -> None:
+        if piece.result is not None:
+            self.results[index] = piece.result
+            self.state.finished(piece.result)
+
+    async def _finished(
+        self, *, wanted: bool = True
+    ) -> tuple[list[Result], list[dict[str, Any]] | None]:
+        """The results in order, and the used passages of documents if they are wanted."""
+        ordered = [self.results[index] for index in range(len(self.streams))]
+        if self.used_passages is None or not wanted:
+            return ordered, None
+        return ordered, await asyncio.to_thread(self.used_passages, ordered[0])
+
+    async def after(
+        self, first: bytes, events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events after the first; an error ends them with an error object."""
+        async with aclosing(events):
+            yield first
+            try:
+                async for event in events:
+                    yield event
+            except Exception as error:
+                found = api_error(error)
+                self.state.metrics.failed(found.kind)
+                if is_failure(error, found):
+                    logger.exception("a stream failed")
+                yield self.answer.frame(self.answer.failed(found))
 
 
 async def _unless_gone(request: Request, work: Callable[[], Awaitable[_Any]]) -> _Any | None:
@@ -286,62 +341,6 @@ async def _unless_gone(request: Request, work: Callable[[], Awaitable[_Any]]) ->
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _events(
-    state: State,
-    answer: AnyAnswer,
-    streams: list[_Stream],
-    stack: ExitStack,
-    used_passages: _UsedPassages | None,
-    limit: float | None,
-    *,
-    usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; stack: closed with the stream."""
-    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
-    results: dict[int, Result] = {}
-    begun: set[int] = set()
-    reads: dict[int, AnswerReads] = {}
-    with stack:
-        async with aclosing(_until(deadline, merged(streams))) as pieces:
-            async for index, piece in pieces:
-                # Until the first piece, which shows that all can be served, errors have a status.
-                for event in [] if begun else answer.begin():
-                    yield answer.frame(event)
-                for event in answer.piece(index, piece, first=index not in begun):
-                    if piece.reads is not None and "choices" in event:
-                        of = reads.setdefault(index, AnswerReads(state.tokenizer))
-                        event["choices"][0]["keyhole"] = await asyncio.to_thread(of.piece, piece)
-                    yield answer.frame(event)
-                begun.add(index)
-                if piece.result is not None:
-                    results[index] = piece.result
-                    state.finished(piece.result)
-        ordered = [results[index] for index in range(len(streams))]
-        documents = None
-        if used_passages is not None and usage:
-            documents = await asyncio.to_thread(used_passages, ordered[0])
-        for event in answer.closing(ordered, documents, wants_usage=usage):
-            yield answer.frame(event)
-        yield answer.end
-
-
-async def _after(
-    state: State, answer: AnyAnswer, first: bytes, events: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    """The events after the first; an error ends them with an error object."""
-    async with aclosing(events):
-        yield first
-        try:
-            async for event in events:
-                yield event
-        except Exception as error:
-            found = api_error(error)
-            state.metrics.failed(found.kind)
-            if is_failure(error, found):
-                logger.exception("a stream failed")
-            yield answer.frame(answer.failed(found))
 
 
 async def _until(

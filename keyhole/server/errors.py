@@ -117,6 +117,13 @@ def draining() -> ApiError:
     return ApiError(503, "the server is stopping", kind="server_error", code="draining")
 
 
+def queue_full(message: str) -> ApiError:
+    """The error for new work where no more may wait."""
+    return ApiError(
+        429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"}
+    )
+
+
 def cut_off() -> ApiError:
     """The error for an answer that is not complete after the drain timeout."""
     message = "the server shut down before this answer was complete; try again"

@@ -20,7 +20,7 @@ from keyhole.engine.sequence import Result
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.server import logs
 from keyhole.server.documents.queue import DocumentQueue
-from keyhole.server.errors import ApiError, draining
+from keyhole.server.errors import ApiError, draining, queue_full
 from keyhole.server.metrics import DocumentGauges, DocumentState, Metrics
 from keyhole.server.settings import ServerConfig
 
@@ -71,13 +71,9 @@ class Admission:
                 param="n",
             )
         if self.running + count > self._limit:
-            raise ApiError(
-                429,
+            raise queue_full(
                 f"{self.running} completions are running or waiting, and the limit is "
-                f"{self._limit}; try again later",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
+                f"{self._limit}; try again later"
             )
         self.running += count
         try:
@@ -119,8 +115,9 @@ class History:
     def add(self, name: str, key: str, messages: list[_Message]) -> None:
         """Keeps the messages up to a response; the least recently used ones are dropped."""
         size = sum(len(str(message)) for message in messages)
+        _, before, _ = self._kept.pop(name, ("", 0, []))
         self._kept[name] = key, size, messages
-        self._size += size
+        self._size += size - before
         while len(self._kept) > MOST_KEPT or (self._size > _MOST_CHARACTERS and self._kept):
             _, (_, gone, _) = self._kept.popitem(last=False)
             self._size -= gone

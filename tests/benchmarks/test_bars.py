@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.llama_cpp.run import targets
+from benchmarks.llama_cpp.__main__ import targets
 
 
 def result(system: str, ratio: float | None, context: int = 32768) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from benchmarks import samkv
 from benchmarks.document_reuse import equal as document_equal
 from benchmarks.document_reuse import page as document_page
 from benchmarks.document_reuse.methods import ABLATION, EQUAL, METHODS
+from benchmarks.results_page.text import between
 from keyhole import LLM
 from keyhole.eval.tiny_language.documents import make
 
@@ -127,13 +128,13 @@ def test_only_what_a_cell_lacks_is_measured(
 ) -> None:
     path, asked = tmp_path / "samkv.jsonl", []
 
-    def count(_: Any, kind: str, shape: str, variants: Any, items: int, size: int) -> Any:
+    def count(_: Any, kind: str, shape: str, variants: Any, items: int, size: int, *__: Any) -> Any:
         asked.append((kind, shape, list(variants), items, size))
         zero = dict.fromkeys(("exact", "f1", "sequence_ratio", "recompute_ratio", "bytes_read"), 0)
         return [{"method": name, "ttft_ms": 1.0, **zero} for name in variants]
 
     monkeypatch.setattr(samkv, "count", count)
-    arguments = argparse.Namespace(output=path, items=2, again=False, note="")
+    arguments = argparse.Namespace(output=path, items=2, again=False, note="", equal=False)
     first = {name: METHODS[name] for name in ("recompute", "reuse")}
     every = first | {"sam_kv extremes": METHODS["sam_kv extremes"]}
     where = ("one/ends", "4x512")
@@ -151,13 +152,15 @@ def test_only_what_a_cell_lacks_is_measured(
 def test_the_page_in_the_repository_is_that_of_its_lines() -> None:
     lines = document_page.stored(samkv.OUTPUT)
     text = (benchmarks.ROOT / "docs" / document_page.PAGE).read_text()
-    assert document_page.inserted(text, document_page.render(lines)) == text
+    assert (
+        between(text, document_page.BEGIN, document_page.END, document_page.render(lines)) == text
+    )
     models = [document_equal.stored(model.output) for model in samkv.MODELS.values()]
     for model, found in zip(samkv.MODELS.values(), models, strict=True):
         tables = document_equal.render(found)
-        assert document_page.between(text, *model.comments, tables) == text
+        assert between(text, *model.comments, tables) == text
     tables = document_equal.together(models)
-    assert document_page.between(text, *document_equal.TOGETHER, tables) == text
+    assert between(text, *document_equal.TOGETHER, tables) == text
 
 
 def test_another_model_is_measured_at_equal_budgets_only(

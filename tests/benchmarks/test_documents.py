@@ -13,7 +13,7 @@ import torch
 from benchmarks.document_reuse import many
 from benchmarks.document_reuse.prompt_time import ratios
 from benchmarks.paper import documents
-from benchmarks.paper.kinds import DocumentSettings
+from benchmarks.paper.settings import DocumentSettings
 from keyhole.bench import measure
 from keyhole.bench.decode import DisagreementError
 from keyhole.errors import ConfigError, UnknownNameError

@@ -107,7 +107,7 @@ def test_an_answer_that_is_wrong_from_its_first_word_has_no_map(
         written="b",
         kind="copied",
         sparse_layers=(),
-        recorded=Recorded(Trace([]), 256, "b"),
+        recorded=Recorded(Trace([]), 256),
         **nothing,
     )
     monkeypatch.setattr(evaluation, "_wrong", lambda _: [(line, [7])])

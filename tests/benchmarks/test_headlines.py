@@ -12,9 +12,15 @@ import pytest
 from benchmarks import headlines as program
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.paper import page, setting
-from benchmarks.paper.kinds import StepSettings, ThroughputSettings
-from benchmarks.paper.settings import HEADLINES, Headline, SpeedTarget, judged
-from benchmarks.paper.traffic_lower_bound import num_weights, weights_read
+from benchmarks.paper.settings import (
+    HEADLINES,
+    Headline,
+    SpeedTarget,
+    StepSettings,
+    ThroughputSettings,
+    judged,
+)
+from benchmarks.paper.throughput import num_weights, weights_read
 from keyhole.bench import model
 from keyhole.bench.settings import ALL_BASELINES, DecodeSettings
 from keyhole.errors import ConfigError, UnknownNameError

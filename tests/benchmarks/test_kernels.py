@@ -13,11 +13,10 @@ import torch
 
 from benchmarks.kernels import run as benchmark
 from benchmarks.kernels.__main__ import main
-from benchmarks.kernels.cases import KernelCase
-from benchmarks.kernels.layer import Layer
+from benchmarks.kernels.layer import KernelCase, Layer
 from benchmarks.kernels.linear_cases import SUM, TORCH_PACKED
+from benchmarks.kernels.run import ratio_targets
 from benchmarks.kernels.settings import OPS, KernelSettings
-from benchmarks.kernels.targets import ratio_targets
 from keyhole import kernels
 from keyhole.bench import measure, model
 from keyhole.bench.decode import DisagreementError, relative_error

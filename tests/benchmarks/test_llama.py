@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import benchmarks
+from benchmarks.llama_cpp import __main__ as run
 from benchmarks.llama_cpp import file as llama_file
-from benchmarks.llama_cpp import run, state, worker
+from benchmarks.llama_cpp import state, worker
 from benchmarks.llama_cpp.file import LlamaFile
 from benchmarks.llama_cpp.system import SYSTEMS, Llama, LlamaCpp
 from benchmarks.llama_cpp.worker import WorkerError, WorkerProcess

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.paper import throughput
-from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.offloaded_throughput import OffloadedSystem, SteadyHead
+from benchmarks.paper.settings import ThroughputSettings
 from keyhole.bench import measure, model
 from keyhole.bench import model as bench_model
 from keyhole.bench.decode import DisagreementError

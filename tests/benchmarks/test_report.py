@@ -68,7 +68,15 @@ def test_a_draft_stands_beside_full_attention_and_only_the_newest_line_counts() 
             "date": f"{date}T03:04:05",
             "commit": "abc",
             "command": "python -m benchmarks.serving.bundled_draft",
-            "machine": {"cpu": "A", "cores": 2, "load_average": 0.5},
+            "machine": {
+                "cpu": "A",
+                "cores": 2,
+                "memory_gib": 8.0,
+                "device": "cpu",
+                "load_average": 0.5,
+            },
+            "versions": {"torch": "2", "transformers": "5"},
+            "note": "",
             "settings": {
                 "model": "folder/small",
                 "systems": ["full", "full+eagle3"],

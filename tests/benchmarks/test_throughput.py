@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import throughput
-from benchmarks.paper.kinds import ThroughputSettings
+from benchmarks.paper.settings import ThroughputSettings
 from keyhole.bench import measure, model
 from keyhole.bench import model as bench_model
 from keyhole.bench.model import RESERVE_BYTES

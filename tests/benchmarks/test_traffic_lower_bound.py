@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.paper import throughput
-from benchmarks.paper.kinds import ThroughputSettings
 from benchmarks.paper.page import section
-from benchmarks.paper.settings import HEADLINES
-from benchmarks.paper.traffic_lower_bound import num_weights, traffic_bound
+from benchmarks.paper.settings import HEADLINES, ThroughputSettings
+from benchmarks.paper.throughput import num_weights, traffic_bound
 from keyhole.bench.model import RESERVE_BYTES, make_weights
 from keyhole.bench.settings import DecodeSettings
 

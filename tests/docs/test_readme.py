@@ -10,6 +10,7 @@ import pytest
 
 import keyhole
 from benchmarks import speed_pages
+from benchmarks.results_page.text import between
 from keyhole.engine.sequence import Result
 from tests.docs.markdown import anchors
 
@@ -33,7 +34,12 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_results_are_the_stored_ones() -> None:
-    written = speed_pages.inserted(README, speed_pages.render(speed_pages.stored("decode")))
+    written = between(
+        README,
+        speed_pages.BEGIN,
+        speed_pages.END,
+        speed_pages.render(speed_pages.stored("decode")),
+    )
     assert written == README, "run `python -m benchmarks.speed_pages`"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from benchmarks.results_page.text import between
 from benchmarks.serving import vllm_page
 from benchmarks.speed_pages import stored
 
 
 def test_the_section_on_speed_is_the_stored_line() -> None:
     text = vllm_page.PAGE.read_text()
-    written = vllm_page.inserted(text, vllm_page.section(stored("vllm")[-1]))
+    written = between(text, vllm_page.BEGIN, vllm_page.END, vllm_page.section(stored("vllm")[-1]))
     assert written == text, "run `python -m benchmarks.serving.vllm_page`"
 
 

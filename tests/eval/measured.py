@@ -110,4 +110,4 @@ def record(
     traced = Traced(policy)
     llm = LLM(model, policy=traced, page_size=page_size)
     result = llm.generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-    return Recorded(traced.trace, result.stats.prompt_tokens, result.text)
+    return Recorded(traced.trace, result.stats.prompt_tokens)

@@ -69,7 +69,7 @@ def test_long_texts_put_neighbours_together() -> None:
             for step in range(steps)
         ]
     )
-    found = selection_map(Recorded(trace, prompt, ""), layer=0)
+    found = selection_map(Recorded(trace, prompt), layer=0)
     assert (found.tokens_per_column, found.steps_per_row) == (5, 3)
     assert found.shares.shape == (44, 426)
     assert found.shares[:, 0].tolist() == [round(255 / 5)] * 44

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from keyhole import LLM
+from keyhole.server.state import History
 from tests.server import templates
 from tests.server.test_chat import SCHEMA
 
@@ -187,3 +188,11 @@ def test_what_is_not_stored_cannot_go_on(client: openai.OpenAI) -> None:
     other = openai.OpenAI(base_url=client.base_url, api_key="another", max_retries=0)
     with other, pytest.raises(openai.NotFoundError):
         other.responses.create(**SETTINGS, previous_response_id=stored.id)
+
+
+def test_a_conversation_that_is_added_again_counts_once() -> None:
+    """A replica on Ray learns a conversation again with every request that continues it."""
+    history, half = History(), [{"role": "user", "content": "x" * 5_100_000}]
+    for _ in range(3):
+        history.add("resp_1", "key", half)
+    assert history.get("resp_1", "key") == half

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from keyhole.eval.comparisons import Gain
 from keyhole.eval.line_file import EvalTable
 from keyhole.eval.methods import FULL
 from keyhole.eval.paper import verdicts
@@ -19,6 +20,8 @@ from keyhole.eval.paper.verdicts import (
     REUSE_REFERENCE,
     MethodVerdict,
     ReuseResult,
+    Tried,
+    points_text,
     words,
 )
 from keyhole.eval.report import page
@@ -87,126 +90,89 @@ def tables(outcome: PaperOutcome) -> list[EvalTable]:
 
 def verdict_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     """One row per policy: its verdict and the recommended settings."""
-    rows = []
-    for one in policies:
-        if one.found is None:
-            rows.append([one.label, REFUSED, "; ".join(one.refused), *[_NOTHING] * 4])
-            continue
-        tried = one.found.recommended
-        settings = [_NOTHING] * 4
-        if tried is not None:
-            dense = ",".join(map(str, tried.line.get("dense_layers") or ())) or "none"
-            settings = [
-                f"{tried.tokens:,}",
-                f"{tried.line['length']:,}",
-                dense,
-                f"{tried.read_share:.1%}",
-            ]
-        rows.append([one.label, _policy_words(one.found.verdict), one.found.why, *settings])
-    return EvalTable(
-        title="Verdicts",
-        about=(
-            "A method is recommended if it is shown to lose at most 2 points to full attention and "
-            "to be better than the newest tokens alone, with the same dense layers, sinks and "
-            "budget. token_budget is the smallest tried budget for which both hold."
-        ),
-        heads=[
-            "method",
-            "verdict",
-            "why",
-            "token_budget",
-            "at length",
-            "dense layers",
-            "keys read",
-        ],
-        rows=rows,
-        left=3,
+
+    def recommended(text: Callable[[Tried], str]) -> Callable[[MethodVerdict], str]:
+        def cell(one: MethodVerdict) -> str:
+            tried = one.found.recommended if one.found else None
+            return _NOTHING if tried is None else text(tried)
+
+        return cell
+
+    def dense(tried: Tried) -> str:
+        return ",".join(map(str, tried.line.get("dense_layers") or ())) or "none"
+
+    return EvalTable.of(
+        "Verdicts",
+        3,
+        policies,
+        {
+            "method": lambda one: one.label,
+            "verdict": lambda one: _policy_words(one.found.verdict) if one.found else REFUSED,
+            "why": lambda one: one.found.why if one.found else "; ".join(one.refused),
+            "token_budget": recommended(lambda tried: f"{tried.tokens:,}"),
+            "at length": recommended(lambda tried: f"{tried.line['length']:,}"),
+            "dense layers": recommended(dense),
+            "keys read": recommended(lambda tried: f"{tried.read_share:.1%}"),
+        },
+        "A method is recommended if it is shown to lose at most 2 points to full attention and "
+        "to be better than the newest tokens alone, with the same dense layers, sinks and "
+        "budget. token_budget is the smallest tried budget for which both hold.",
     )
 
 
 def budget_table(policies: Sequence[MethodVerdict]) -> EvalTable:
     """One row per budget of each policy: the basis of its verdict."""
-    rows = [
-        [
-            one.label,
-            _policy_words(judged.verdict),
-            tried.text,
-            f"{tried.tokens:,}",
-            judged.loss.text,
-            _NOTHING if judged.gain is None else judged.gain.text,
-            f"{judged.loss.samples:,}",
-            f"{judged.telling} of {judged.places}",
-        ]
-        for one in policies
-        if one.found is not None
-        for tried, judged in one.found.budgets
-    ]
-    return EvalTable(
-        title="Every budget",
-        about=(
-            "Percentage points, with 95 % intervals of the paired differences. The gain is over "
-            "the samples of places (task, length and setup) that can tell: where recency is more "
-            "than 5 points below full attention."
-        ),
-        heads=[
-            "method",
-            "verdict",
-            "budget",
-            "tokens",
-            "loss to full",
-            "gain over recency",
-            "samples",
-            "places that tell",
-        ],
-        rows=rows,
-        left=2,
+    return EvalTable.of(
+        "Every budget",
+        2,
+        [(one.label, *pair) for one in policies if one.found for pair in one.found.budgets],
+        {
+            "method": lambda row: row[0],
+            "verdict": lambda row: _policy_words(row[2].verdict),
+            "budget": lambda row: row[1].text,
+            "tokens": lambda row: f"{row[1].tokens:,}",
+            "loss to full": lambda row: points_text(row[2].loss),
+            "gain over recency": lambda row: _points(row[2].gain),
+            "samples": lambda row: f"{row[2].loss.samples:,}",
+            "places that tell": lambda row: f"{row[2].telling} of {row[2].places}",
+        },
+        "Percentage points, with 95 % intervals of the paired differences. The gain is over "
+        "the samples of places (task, length and setup) that can tell: where recency is more "
+        "than 5 points below full attention.",
     )
 
 
 def document_table(reuses: Sequence[ReuseResult]) -> EvalTable:
     """One row per reuse method: its verdict, scores and costs."""
-    rows = []
-    for one in reuses:
-        judged = one.judged
-        rows.append(
-            [
-                one.name,
-                _NOTHING
-                if judged is None
-                else words(judged.verdict, REUSE_REFERENCE, REUSE_CONTROL),
-                f"{100 * one.f1:.1f}",
-                f"{100 * one.exact:.1f}",
-                _NOTHING if judged is None else judged.loss.text,
-                _NOTHING if one.over_plain is None else one.over_plain.text,
-                f"{one.sequence_ratio:.1%}",
-                f"{one.recompute_ratio:.1%}",
-                f"{one.ttft_ms:.0f} ms",
-                f"{one.questions:,}",
-            ]
-        )
-    return EvalTable(
-        title="Stored documents",
-        about=(
-            "Token F1 and exact match in percent; loss and gain are of F1, in points with 95 % "
-            "intervals of the paired differences. `recompute` is the reference; `no_documents` "
-            "answers the question without documents, and a place can tell only if that is more "
-            "than 5 points below recomputing."
-        ),
-        heads=[
-            "method",
-            "verdict",
-            "F1",
-            "exact match",
-            "loss to recomputing",
-            "gain over reuse",
-            "tokens kept",
-            "recomputed",
-            "first token",
-            "questions",
-        ],
-        rows=rows,
-        left=2,
+
+    def verdict(one: ReuseResult) -> str:
+        return words(one.judged.verdict, REUSE_REFERENCE, REUSE_CONTROL) if one.judged else _NOTHING
+
+    return EvalTable.of(
+        "Stored documents",
+        2,
+        reuses,
+        {
+            "method": lambda one: one.name,
+            "verdict": verdict,
+            "F1": lambda one: f"{100 * one.f1:.1f}",
+            "exact match": lambda one: f"{100 * one.exact:.1f}",
+            "loss to recomputing": lambda one: _points(one.judged.loss if one.judged else None),
+            "gain over reuse": lambda one: _points(one.over_plain),
+            "tokens kept": lambda one: f"{one.sequence_ratio:.1%}",
+            "recomputed": lambda one: f"{one.recompute_ratio:.1%}",
+            "first token": lambda one: f"{one.ttft_ms:.0f} ms",
+            "questions": lambda one: f"{one.questions:,}",
+        },
+        "Token F1 and exact match in percent; loss and gain are of F1, in points with 95 % "
+        "intervals of the paired differences. `recompute` is the reference; `no_documents` "
+        "answers the question without documents, and a place can tell only if that is more "
+        "than 5 points below recomputing.",
     )
+
+
+def _points(found: Gain | None) -> str:
+    return _NOTHING if found is None else points_text(found)
 
 
 def _policy_words(found: str) -> str:

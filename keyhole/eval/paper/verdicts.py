@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Generic, TypeVar
 
-from keyhole.eval.comparisons import METHOD, RECENT, ROUNDING, TELLING, gain, paired, wilson
+from keyhole.eval.comparisons import METHOD, RECENT, ROUNDING, TELLING, Gain, gain, paired, wilson
 from keyhole.eval.line_file import Line
 from keyhole.eval.methods import CONTROL, FULL, Method
 from keyhole.eval.paper.documents import NO_DOCUMENTS
@@ -60,36 +60,14 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A mean difference of scores and its 95 % interval, as shares of 1."""
-
-    points: float
-    low: float
-    high: float
-    samples: int
-
-    @property
-    def text(self) -> str:
-        """In percentage points: 1.5 (-0.4 to 3.1)."""
-        # Rounded first, to avoid "-0.0".
-        points, low, high = (round(100 * x, 1) + 0.0 for x in (self.points, self.low, self.high))
-        return f"{points:.1f} ({low:.1f} to {high:.1f})"
-
-    @property
-    def reversed(self) -> Interval:
-        """The difference with the opposite sign."""
-        return Interval(points=-self.points, low=-self.high, high=-self.low, samples=self.samples)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Judgement:
     """The judgement of one budget. gain: None where no place can tell; telling: number of places
     that can.
     """
 
     verdict: str
-    loss: Interval
-    gain: Interval | None
+    loss: Gain
+    gain: Gain | None
     places: int
     telling: int
     why: str
@@ -109,14 +87,9 @@ def judge(places: Sequence[Scores], reference: str, control: str) -> Judgement:
     """Judges one budget of a method; the names are for `why`. Needs at least one place with a
     sample.
     """
-    loss = difference(places).reversed
+    loss = difference(places, "reference", "method")
     telling = [place for place in places if place.can_tell]
-    gained = None
-    if telling:
-        gained = _interval(
-            [one for place in telling for one in place.method],
-            [one for place in telling for one in place.control],
-        )
+    gained = difference(telling, "method", "control") if telling else None
     verdict, why = _verdict(loss, gained, places, reference, control)
     return Judgement(
         verdict=verdict,
@@ -128,12 +101,27 @@ def judge(places: Sequence[Scores], reference: str, control: str) -> Judgement:
     )
 
 
-def difference(places: Sequence[Scores]) -> Interval:
-    """The method's mean score minus the reference's."""
-    return _interval(
-        [one for place in places for one in place.method],
-        [one for place in places for one in place.reference],
+def difference(places: Sequence[Scores], of: str = "method", other: str = "reference") -> Gain:
+    """The mean score of one field of `Scores` minus that of another, sample by sample.
+
+    That all n samples agree does not prove that others would: an outcome that none of them has may
+    still have the probability of Wilson's upper end for 0 of n. The interval is at least this wide.
+    """
+    scores, others = ([one for place in places for one in getattr(place, x)] for x in (of, other))
+    found = gain(scores, others)
+    unseen = wilson(0, found.samples)[1]
+    return replace(
+        found,
+        low=max(-1.0, min(found.low, found.points - unseen)),
+        high=min(1.0, max(found.high, found.points + unseen)),
     )
+
+
+def points_text(found: Gain) -> str:
+    """In percentage points: 1.5 (-0.4 to 3.1)."""
+    # Rounded first, to avoid "-0.0".
+    points, low, high = (round(100 * x, 1) + 0.0 for x in (found.points, found.low, found.high))
+    return f"{points:.1f} ({low:.1f} to {high:.1f})"
 
 
 def conclude(budgets: Sequence[tuple[Budget, Judgement]]) -> Verdict[Budget]:
@@ -163,8 +151,8 @@ def words(verdict: str, reference: str, control: str) -> str:
 
 
 def _verdict(
-    loss: Interval,
-    gained: Interval | None,
+    loss: Gain,
+    gained: Gain | None,
     places: Sequence[Scores],
     reference: str,
     control: str,
@@ -177,7 +165,8 @@ def _verdict(
                 f"{reference} itself is right in at most {100 * best:.0f} % anywhere",
             )
         return CANNOT_TELL, f"{control} is within 5 points of {reference} everywhere"
-    summary = f"loses {loss.text} points to {reference}, gains {gained.text} over {control}"
+    lost, won = points_text(loss), points_text(gained)
+    summary = f"loses {lost} points to {reference}, gains {won} over {control}"
     if loss.high <= LOSS and gained.low > 0:
         return USE_IT, summary
     if gained.low <= 0 and gained.high <= TELLING:
@@ -187,22 +176,6 @@ def _verdict(
     return (
         CANNOT_TELL,
         f"{summary}: {loss.samples} samples are too few, or the true value is at the limit",
-    )
-
-
-def _interval(scores: Sequence[float], others: Sequence[float]) -> Interval:
-    """The interval of `scores` minus `others`, sample by sample.
-
-    That all n samples agree does not prove that others would: an outcome that none of them has may
-    still have the probability of Wilson's upper end for 0 of n. The interval is at least this wide.
-    """
-    found = gain(scores, others)
-    unseen = wilson(0, found.samples)[1]
-    return Interval(
-        points=found.points,
-        low=max(-1.0, min(found.low, found.points - unseen)),
-        high=min(1.0, max(found.high, found.points + unseen)),
-        samples=found.samples,
     )
 
 
@@ -331,7 +304,7 @@ class ReuseResult:
     recompute_ratio: float
     ttft_ms: float
     judged: Judgement | None
-    over_plain: Interval | None
+    over_plain: Gain | None
 
 
 def reuse_results(lines: Sequence[Line], names: Sequence[str]) -> list[ReuseResult]:
@@ -374,7 +347,7 @@ def _result(name: str, questions: Sequence[_Question]) -> ReuseResult:
         places = _places(name, questions, RECOMPUTE)
         judged = judge(places, REUSE_REFERENCE, REUSE_CONTROL) if places else None
         beside = _places(name, questions, FULL_REUSE) if name != FULL_REUSE else []
-        over_plain = difference(beside) if beside else None
+        over_plain = difference(beside, "method", "reference") if beside else None
 
     def mean(field: str) -> float:
         return fmean(row[field] for row in rows)

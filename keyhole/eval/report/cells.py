@@ -236,6 +236,11 @@ def _numbers(values: object) -> tuple[float | None, ...]:
     return tuple(map(number, values)) if isinstance(values, list | tuple) else ()
 
 
+#: Fields of a cell that a line has under the same names.
+_NUMBERS = "perplexity tokens_prompt tokens_generated read_share bytes_per_step step_ms".split()
+_NUMBERS += ["peak_bytes"]
+
+
 def _cell(line: Line) -> Cell:
     scores = _numbers(line.get("scores"))
     known = [score for score in scores if score is not None]
@@ -246,6 +251,7 @@ def _cell(line: Line) -> Cell:
     settings, maps = line.get("settings"), line.get("selection_maps")
     task, asked = words(line.get("task")) or UNNAMED, line.get("task_settings")
     samples, budget = number(line.get("samples")), number(line.get("budget"))
+    numbers: dict[str, Any] = {name: number(line.get(name)) for name in _NUMBERS}
     return Cell(
         place=EvalSetting(
             model=words(line.get("model")) or UNNAMED,
@@ -267,13 +273,7 @@ def _cell(line: Line) -> Cell:
         recall_per_layer=_numbers(line.get("recall_per_layer")),
         selection_maps=tuple(maps) if isinstance(maps, list) else (),
         line=line,
-        perplexity=number(line.get("perplexity")),
-        tokens_prompt=number(line.get("tokens_prompt")),
-        tokens_generated=number(line.get("tokens_generated")),
-        read_share=number(line.get("read_share")),
-        bytes_per_step=number(line.get("bytes_per_step")),
-        step_ms=number(line.get("step_ms")),
-        peak_bytes=number(line.get("peak_bytes")),
+        **numbers,
     )
 
 

@@ -73,7 +73,7 @@ class CommonWords(Task):
                 question=_COMMON_QUESTION,
                 answer_prefix=_COMMON_PREFIX,
                 answers=listed.common,
-                new_tokens=room_for(_numbered(listed.common), count, _COMMON_TOKENS),
+                max_new_tokens=room_for(_numbered(listed.common), count, _COMMON_TOKENS),
             )
 
         most = len(NOUNS) * (len(NOUNS) - 1)
@@ -148,7 +148,7 @@ class FrequentWords(Task):
                 question=_FREQUENT_QUESTION,
                 answer_prefix=_FREQUENT_PREFIX,
                 answers=answers,
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         return fitted(self.name, length, seed, count, write, least=_LEAST)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, ClassVar
 
-from keyhole.config import is_count, is_number, require
+from keyhole.config import is_count, is_number, require, setting
 from keyhole.errors import ConfigError
 
 PLAIN = "plain English"
@@ -38,27 +38,20 @@ def token_counter(tokenizer: Any) -> CountTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One question with its context and its right answers.
+class Written:
+    """The text of a sample, before its possible size is known.
 
     The three pieces of the prompt are concatenated; separators belong to the later piece. If a chat
     template is used, `answer_prefix` is the beginning of the assistant's turn.
     """
 
-    task: str
-    length: int
-    """Requested tokens; the prompt and `max_new_tokens` together have at most this many."""
-    seed: int
     context: str
     question: str
     answer_prefix: str = ""
     answers: tuple[str, ...]
     max_new_tokens: int
-    prompt_tokens: int
-    depths: tuple[float, ...] = ()
-    """Where the needed sentences begin in the context, from 0 to 1 of its characters; empty if the
-    task has no such sentences, or needs the whole context.
-    """
+    needed: tuple[str, ...] = ()
+    """Sentences of the context that the answer needs, each occurring once."""
     documents: tuple[str, ...] = ()
     """The documents in the context, in order; empty if there are none."""
 
@@ -66,6 +59,21 @@ class Sample:
     def prompt(self) -> str:
         """The whole text before the answer."""
         return f"{self.context}{self.question}{self.answer_prefix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Written):
+    """One question with its context and its right answers."""
+
+    task: str
+    length: int
+    """Requested tokens; the prompt and `max_new_tokens` together have at most this many."""
+    seed: int
+    prompt_tokens: int
+    depths: tuple[float, ...] = ()
+    """Where the needed sentences begin in the context, from 0 to 1 of its characters; empty if the
+    task has no such sentences, or needs the whole context.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +120,21 @@ def require_sample(length: object, seed: object) -> None:
     require(is_count(seed, 0), "seed", seed, "a whole number, at least 0")
 
 
-def require_depth(depth: object) -> None:
-    """Raises ConfigError unless `depth` is None or a number from 0 to 1."""
-    good = depth is None or (is_number(depth) and 0 <= float(str(depth)) <= 1)
-    require(good, "depth", depth, "a number from 0 (start of the context) to 1 (its end)")
+@dataclass(frozen=True, kw_only=True)
+class TaskAtDepth(Task):
+    """A task whose answer stands at one position of the context, which users can choose."""
+
+    depth: float | None = setting(
+        None, "position of what is asked for, from 0 to 1; None: anywhere"
+    )
+
+    def __post_init__(self) -> None:
+        good = self.depth is None or (is_number(self.depth) and 0 <= self.depth <= 1)
+        require(good, "depth", self.depth, "a number from 0 (start of the context) to 1 (its end)")
+
+    def place(self, rng: Random) -> float:
+        """The position, from 0 to 1; a random one unless it is chosen."""
+        return rng.random() if self.depth is None else self.depth
 
 
 _CLOSE = 128
@@ -123,21 +142,6 @@ _CLOSE = 128
 _FREE_TRIES, _TRIES = 6, 24
 """Number of tries by proportion before bisecting, for texts that grow unevenly; and of all tries.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """The text of a sample, before its possible size is known."""
-
-    context: str
-    question: str
-    answer_prefix: str = ""
-    answers: tuple[str, ...]
-    needed: tuple[str, ...] = ()
-    """Sentences of the context that the answer needs, each occurring once."""
-    documents: tuple[str, ...] = ()
-    new_tokens: int
-    """Maximum number of tokens to generate."""
 
 
 def fitted(
@@ -159,22 +163,16 @@ def fitted(
     def total(written: Written) -> int:
         # Piece by piece, as setup B encodes them; the whole prompt has one BOS less.
         asked = count(f"{written.question}{written.answer_prefix}")
-        return count(written.context) + asked + written.new_tokens
+        return count(written.context) + asked + written.max_new_tokens
 
     written = _largest(task, length, write, total, least, most)
-    prompt = f"{written.context}{written.question}{written.answer_prefix}"
     return Sample(
+        **vars(written),
         task=task,
         length=length,
         seed=seed,
-        context=written.context,
-        question=written.question,
-        answer_prefix=written.answer_prefix,
-        answers=written.answers,
-        max_new_tokens=written.new_tokens,
-        prompt_tokens=count(prompt),
+        prompt_tokens=count(written.prompt),
         depths=tuple(written.context.index(part) / len(written.context) for part in written.needed),
-        documents=written.documents,
     )
 
 

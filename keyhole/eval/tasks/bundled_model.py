@@ -11,9 +11,9 @@ from keyhole.eval.tasks.base import (
     CountTokens,
     Sample,
     Task,
+    TaskAtDepth,
     Written,
     fitted,
-    require_depth,
     require_sample,
     room_for_steps,
 )
@@ -75,7 +75,7 @@ class TinyDocuments(TinyTask):
                 answers=(item.answer,),
                 needed=tuple(passage.text for passage in item.needed),
                 documents=item.documents,
-                new_tokens=room_for_steps(item.answer, count),
+                max_new_tokens=room_for_steps(item.answer, count),
             )
 
         return fitted(self.name, length, seed, count, write, least=MIN_WORDS)
@@ -123,7 +123,7 @@ class TinyItem(TinyTask):
                 answers=(item.answer,),
                 needed=() if self.item in _MOST_WORDS else _stated(item),
                 documents=item.documents,
-                new_tokens=room_for_steps(item.answer, count),
+                max_new_tokens=room_for_steps(item.answer, count),
             )
 
         most = _MOST_WORDS.get(self.item)
@@ -143,7 +143,7 @@ _LEAST_NEEDLE_WORDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyNeedle(TinyTask):
+class TinyNeedle(TinyTask, TaskAtDepth):
     """Give the number that a person keeps.
 
     One fact at a chosen depth, in the bundled model's vocabulary: the basis of its needle heat map.
@@ -154,14 +154,10 @@ class TinyNeedle(TinyTask):
 
     density: float
     """Share of the words in other facts."""
-    depth: float | None = setting(None, "position of the fact, from 0 to 1; None: anywhere")
-
-    def __post_init__(self) -> None:
-        require_depth(self.depth)
 
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
         """Sample number `seed`; `Sample.depths` is the position of the fact."""
-        place = self.random(length, seed, "place").random() if self.depth is None else self.depth
+        place = self.place(self.random(length, seed, "place"))
 
         def write(words: int) -> Written:
             rng = self.random(length, seed)
@@ -177,7 +173,7 @@ class TinyNeedle(TinyTask):
                 question=" " + " ".join(framed([name, "keeps", "?"])),
                 answers=(f"{needle} done",),
                 needed=(needle,),
-                new_tokens=room_for_steps(f"{needle} done", count),
+                max_new_tokens=room_for_steps(f"{needle} done", count),
             )
 
         return fitted(self.name, length, seed, count, write, least=_LEAST_NEEDLE_WORDS)

@@ -83,7 +83,7 @@ class QuestionAnswering(Task):
                 answers=asked.answers,
                 needed=asked.needed,
                 documents=documents,
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         least = len(asked.documents)
@@ -176,7 +176,7 @@ class MultiDocument(Task):
                 answers=(asked.answer,),
                 needed=asked.facts,
                 documents=documents,
-                new_tokens=room_for(asked.answer, count, _LONG_BENCH_TOKENS),
+                max_new_tokens=room_for(asked.answer, count, _LONG_BENCH_TOKENS),
             )
 
         return fitted(self.name, length, seed, count, write, least=0)

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from keyhole.config import require, setting
+from keyhole.config import require
 from keyhole.eval.tasks.base import (
     CountTokens,
     Sample,
-    Task,
+    TaskAtDepth,
     Written,
     first_number,
     fitted,
-    require_depth,
     room_for,
 )
 from keyhole.eval.tasks.materials import (
@@ -36,7 +35,7 @@ _DRAW = {"words": key, "numbers": number, "uuids": identifier}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Niah(Task):
+class Niah(TaskAtDepth):
     """Find the values of one or more keys.
 
     RULER's needles in a haystack: eight tasks that differ in haystack, keys, values and questions.
@@ -60,10 +59,9 @@ class Niah(Task):
     """Values per key, each in a needle of its own."""
     num_queries: int = 1
     """Number of keys in the question."""
-    depth: float | None = setting(None, "where the needle stands, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:
-        require_depth(self.depth)
+        super().__post_init__()
         single = self.num_values == self.num_queries == 1
         require(
             single or self.depth is None, "depth", self.depth, "None: several needles are asked"
@@ -99,7 +97,7 @@ class Niah(Task):
                 answer_prefix=prefix,
                 answers=answers,
                 needed=tuple(needed),
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         return fitted(self.name, length, seed, count, write, least=len(needles))
@@ -157,7 +155,7 @@ _PASSKEY_INSTRUCTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passkey(Task):
+class Passkey(TaskAtDepth):
     """Give the number.
 
     The passkey: a number of five digits in one line that is repeated, at a chosen depth.
@@ -169,16 +167,11 @@ class Passkey(Task):
     some tokenizers use one token per digit and some models begin with a word.
     """
 
-    depth: float | None = setting(None, "position of the key, from 0 to 1; None: anywhere")
-
-    def __post_init__(self) -> None:
-        require_depth(self.depth)
-
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
         """Sample number `seed`; `Sample.depths` is the position of the key."""
         rng = self.random(length, seed)
         passkey = str(rng.randrange(10000, 100000))
-        place = rng.random() if self.depth is None else self.depth
+        place = self.place(rng)
         needle = f"The passkey is {passkey}. Keep it in mind: {passkey} is the passkey."
         new_tokens = room_for(passkey, count, _PASSKEY_TOKENS)
 
@@ -190,7 +183,7 @@ class Passkey(Task):
                 answer_prefix=" The passkey is",
                 answers=(passkey,),
                 needed=(needle,),
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         return fitted(self.name, length, seed, count, write)
@@ -208,7 +201,7 @@ _VALUE_INSTRUCTION = "Look up the value of one key in this JSON object.\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValue(Task):
+class KeyValue(TaskAtDepth):
     """Give the value of a key.
 
     Retrieval from pairs of identifiers: the value of one key in a large JSON object.
@@ -220,17 +213,12 @@ class KeyValue(Task):
     Difference: the instruction is reworded.
     """
 
-    depth: float | None = setting(None, "position of the pair, from 0 to 1; None: anywhere")
-
-    def __post_init__(self) -> None:
-        require_depth(self.depth)
-
     def make(self, length: int, seed: int, count: CountTokens) -> Sample:
         """Sample number `seed`; `Sample.depths` is the position of the requested pair."""
         rng = self.random(length, seed)
         draw = unique(partial(identifier, rng))
         key, value = draw(), draw()
-        place = rng.random() if self.depth is None else self.depth
+        place = self.place(rng)
         asked = f'"{key}": "{value}"'
         pairs = Stream(lambda: f'"{draw()}": "{draw()}"')
         new_tokens = room_for(value, count, _VALUE_TOKENS)
@@ -243,7 +231,7 @@ class KeyValue(Task):
                 answer_prefix="\nIts value:",
                 answers=(value,),
                 needed=(asked,),
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         return fitted(self.name, length, seed, count, write)

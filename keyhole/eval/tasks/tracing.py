@@ -88,7 +88,7 @@ class VariableTracking(Task):
                 answer_prefix=prefix,
                 answers=chain.variables,
                 needed=chain.assignments,
-                new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
             )
 
         return fitted(self.name, length, seed, count, write, least=len(chain.variables))
@@ -156,7 +156,7 @@ class Derivation(Task):
                 context=f"{self.instruction}\n\n{example}{rules}",
                 question=question,
                 answers=(answer,),
-                new_tokens=room_for_steps(answer, count),
+                max_new_tokens=room_for_steps(answer, count),
             )
 
         least = _EXAMPLE_WORDS[self.name]

@@ -25,8 +25,6 @@ import fsspec
 import ray
 from ray.data import ActorPoolStrategy
 
-from keyhole.async_llm import AsyncLLM
-from keyhole.batch.answer import answers, batch_app
 from keyhole.batch.files import (
     REPEATED,
     BatchLine,
@@ -37,7 +35,7 @@ from keyhole.batch.files import (
     read_request,
     requests_of,
 )
-from keyhole.batch.run import BatchOutcome
+from keyhole.batch.run import BatchApp, BatchOutcome
 from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.replica import make_llm
 from keyhole.integrations.ray.settings import RaySettings, read_settings
@@ -207,11 +205,8 @@ class PartWorker:
     def __init__(self, source: str, output: str, settings: RaySettings) -> None:
         self._source = source
         self._folder = BatchFolder(output)
-        llm = make_llm(settings)
         server = {name: value for name, value in settings.server.items() if name in BATCH_SETTINGS}
-        self._app = batch_app(AsyncLLM(llm), server)
-        # Twice the batch, so that a request is already waiting when another one ends.
-        self._at_once = 2 * llm.engine.config.max_batch
+        self._app = BatchApp(make_llm(settings), server)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
         """Answers a batch of parts and returns it."""
@@ -224,8 +219,7 @@ class PartWorker:
         return rows
 
     async def _answer(self, part: BatchPart) -> list[dict[str, Any]]:
-        requests = self._requests(part)
-        return [entry async for entry in answers(self._app, requests, self._at_once)]
+        return [entry async for entry in self._app.answers(self._requests(part))]
 
     def _requests(self, part: BatchPart) -> Iterator[BatchRequest]:
         with fsspec.open(self._source, "rb") as file:

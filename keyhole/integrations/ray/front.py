@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keyhole.integrations.ray.routing import routing_key
-from keyhole.server.errors import ApiError
+from keyhole.server.errors import ApiError, queue_full
 
 #: Limited, because a request that crashes its replica must not crash all of them.
 _ATTEMPTS = 3
@@ -144,20 +144,15 @@ class ForwardedAnswer:
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
 
-def _error(status: int, message: str, code: str, kind: str = "server_error") -> ApiError:
-    return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": "1"})
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "1"})
 
 
-_DIED = _error(503, "the replica with this request died; send it again", "replica_died")
-_UNAVAILABLE = _error(
-    503, "no replica can be started; the log of the replica has the reason", "unavailable"
+_DIED = _unavailable("the replica with this request died; send it again", "replica_died")
+_UNAVAILABLE = _unavailable(
+    "no replica can be started; the log of the replica has the reason", "unavailable"
 )
-_FULL = _error(
-    429,
-    "every replica is full, and no more requests may wait; try again later",
-    "queue_full",
-    "rate_limit_error",
-)
+_FULL = queue_full("every replica is full, and no more requests may wait; try again later")
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

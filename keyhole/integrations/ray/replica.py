@@ -21,7 +21,7 @@ from keyhole.errors import ConfigError, KeyholeError
 from keyhole.integrations.ray.settings import RaySettings
 from keyhole.llm import LLM
 from keyhole.server import logs
-from keyhole.server.app import create_app
+from keyhole.server.app import create_app, whole_body
 from keyhole.server.run import SWITCH_S
 from keyhole.server.state import MOST_KEPT, History, State
 
@@ -121,19 +121,11 @@ class Replica:
     async def _run(
         self, scope: dict[str, Any], body: bytes, messages: asyncio.Queue[AsgiMessage | None]
     ) -> None:
-        parts: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> AsgiMessage:
-            if parts:
-                return parts.pop()
-            await asyncio.Event().wait()  # a disconnecting client cancels this task
-            raise AssertionError("the event is never set")
-
         async def send(message: AsgiMessage) -> None:
             messages.put_nowait(message)
 
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, whole_body(body), send)  # a disconnect cancels this task
         finally:
             messages.put_nowait(None)
 

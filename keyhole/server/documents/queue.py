@@ -12,7 +12,7 @@ from typing import Any
 
 from keyhole.documents.store import DocumentInfo
 from keyhole.engine.documents.library import Documents
-from keyhole.server.errors import ApiError, api_error, draining
+from keyhole.server.errors import ApiError, api_error, draining, queue_full
 
 logger = logging.getLogger("keyhole.server")
 
@@ -71,12 +71,8 @@ class DocumentQueue:
             if self._is_closed:
                 raise draining()
             if len(self._jobs) > self._limit:
-                raise ApiError(
-                    429,
-                    f"the queue for documents is full (limit {self._limit}); try again later",
-                    kind="rate_limit_error",
-                    code="queue_full",
-                    headers={"Retry-After": "1"},
+                raise queue_full(
+                    f"the queue for documents is full (limit {self._limit}); try again later"
                 )
             self._failed.pop(job.name, None)
             self._jobs.append(job)

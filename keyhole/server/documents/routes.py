@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import JSONResponse
@@ -34,7 +34,6 @@ def _opened(request: Request) -> None:
 
 router = APIRouter(prefix="/v1/documents", dependencies=[Depends(_opened)])
 
-_Any = TypeVar("_Any")
 _JSON, _TEXT = {"schema": DocumentBody.model_json_schema()}, {"schema": {"type": "string"}}
 #: The body is read unparsed, so FastAPI cannot describe it.
 _PUT = {
@@ -89,7 +88,7 @@ async def post(
         raise ApiError(400, f"metadata is not JSON: {error}", param="metadata") from error
     if described is not None and not isinstance(described, dict):
         raise ApiError(400, f"metadata {metadata!r} must be a JSON object", param="metadata")
-    text = await _run(text_of, filename, await file.read())
+    text = await asyncio.to_thread(text_of, filename, await file.read())
     body = DocumentBody(text=text, overwrite=overwrite, pinned=pinned, metadata=described)
     return await _store(request, filename if name is None else name, body, wait=wait)
 
@@ -100,7 +99,7 @@ async def listed(
 ) -> Response:
     """All documents, by name; with a query those that match, best first."""
     state = state_of(request)
-    infos = {info.name: info for info in await _run(state.documents.list)}
+    infos = {info.name: info for info in await asyncio.to_thread(state.documents.list)}
     jobs = state.encoding.jobs()
     if query is None:
         data = [_shown(n, infos.get(n), jobs.get(n)) for n in sorted(infos.keys() | jobs.keys())]
@@ -121,7 +120,7 @@ async def get(name: str, request: Request) -> Response:
     state = state_of(request)
     job = state.encoding.get(name)
     try:
-        info = await _run(state.documents.get, name)
+        info = await asyncio.to_thread(state.documents.get, name)
     except UnknownNameError as error:
         if job is None:
             raise _unknown(error) from error
@@ -133,14 +132,14 @@ async def get(name: str, request: Request) -> Response:
 async def remove(name: str, request: Request) -> Response:
     """Removes a document; one that is being encoded is not stored."""
     state = state_of(request)
-    was_queued = await _run(state.encoding.cancel, name)
+    was_queued = await asyncio.to_thread(state.encoding.cancel, name)
     try:
-        await _run(state.documents.remove, name)
+        await asyncio.to_thread(state.documents.remove, name)
     except UnknownNameError as error:
         if not was_queued:
             raise _unknown(error) from error
     try:
-        await _run(state.update_search)
+        await asyncio.to_thread(state.update_search)
     except Exception:  # it is removed nevertheless, and the next search updates the table
         logger.exception("a removed document is still in the search table")
     return JSONResponse({"id": name, "object": "document", "deleted": True})
@@ -153,19 +152,14 @@ async def search(state: State, query: str, top_k: int) -> list[Found]:
         state.update_search()
         return state.retriever.search(query, top_k)
 
-    return await _run(found)
+    return await asyncio.to_thread(found)
 
 
 async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool) -> Response:
     """201 once it is stored, or 202 at once."""
     state = state_of(request)
     check_name(name)
-    job = Job(
-        name=name,
-        text=body.text,
-        overwrite=body.overwrite,
-        pinned=body.pinned,
-    )
+    job = Job(name=name, text=body.text, overwrite=body.overwrite, pinned=body.pinned)
     state.admission.require_open()
     await _enqueue(state, job, body.metadata, _caller(request, state))
     if not wait:
@@ -182,11 +176,6 @@ async def _store(request: Request, name: str, body: DocumentBody, *, wait: bool)
 
 def _unknown(error: UnknownNameError) -> ApiError:
     return ApiError(404, str(error), kind="not_found_error", param="name")
-
-
-async def _run(work: Callable[..., _Any], *arguments: Any) -> _Any:
-    """Runs work in a thread, as the store reads and writes files."""
-    return await asyncio.to_thread(work, *arguments)
 
 
 def _shown(name: str, info: DocumentInfo | None, job: Job | None) -> dict[str, Any]:

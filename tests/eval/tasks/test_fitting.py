@@ -19,7 +19,7 @@ def writer(tokens: Callable[[int], int], sizes: list[int]) -> Callable[[int], Wr
 
     def write(size: int) -> Written:
         sizes.append(size)
-        return Written(context="a " * tokens(size), question="b", answers=("c",), new_tokens=9)
+        return Written(context="a " * tokens(size), question="b", answers=("c",), max_new_tokens=9)
 
     return write
 
