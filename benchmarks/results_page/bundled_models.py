@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results_page.cells import FULL
+from benchmarks.results_page.tasks import FULL
 from benchmarks.results_page.text import paragraph, percent, source, written
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, wilson
 from keyhole.eval.line_file import Line

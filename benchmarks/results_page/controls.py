@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.results_page.cells import ASKED, FULL, PageTask, column_marks
+from benchmarks.results_page.tasks import ASKED, FULL, PageTask
 from benchmarks.results_page.text import folded, image, paragraph, percent, source, written
 from keyhole.eval import comparisons
 from keyhole.eval.comparisons import ORACLE, RANDOM, RECENT, Comparison, compared
@@ -245,7 +245,7 @@ def _table(
     with_controls: bool = False,
 ) -> str:
     """A row per method, a column per length and budget."""
-    heads = ["", *column_marks(keys, "{length:,}: {budget:,}")]
+    heads = ["", *_column_marks(keys, "{length:,}: {budget:,}")]
     own = {
         (line["method"], line["length"], line["budget"]): line
         for line in lines
@@ -328,3 +328,12 @@ def _settings(terms: str, lines: Sequence[Line]) -> list[str]:
     rows = [[f"`{name}`", text] for name, text in texts.items()]
     table = written(["method, budget, length", "settings"], rows)
     return [folded("Settings", table)]
+
+
+def _column_marks(heads: Sequence[tuple[int, int]], first: str) -> list[str]:
+    """The budgets; first: formats the first one of each length, with `length` and `budget`."""
+    begun = dict(reversed(heads))  # the first budget of each length
+    return [
+        (first if begun[length] == budget else "{budget:,}").format(length=length, budget=budget)
+        for length, budget in heads
+    ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.results_page.cells import FULL
 from benchmarks.results_page.controls import HOPS, SCRATCH, TASKS
+from benchmarks.results_page.tasks import FULL
 from benchmarks.results_page.text import image, paragraph, percent, share, source, written
 from benchmarks.results_page.variations import (
     by_place,

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.results_page.cells import ASKED, FULL, dense_layers, fixed, methods
+from benchmarks.results_page.tasks import ASKED, FULL
 from benchmarks.results_page.text import paragraph, percent, source, written
 from keyhole.config import EngineConfig
 from keyhole.eval.line_file import Line
 from keyhole.eval.report.cells import Cell, cells
-from keyhole.eval.report.plot_style import NOTHING
 
 _PAGE_SIZE = EngineConfig().page_size
 #: Policies that do not select, and those that read whole pages.
 _UNSELECTIVE, _BY_PAGE = ("sliding_window", "streaming_llm"), ("delta", "quest")
+#: Settings that list the layers that read everything.
+_DENSE = ("full_layers", "delta_layers", "selection_layers", "filter_layers")
 _HEADS = (
     "task",
     "policy",
@@ -68,28 +69,20 @@ def _points() -> list[str]:
         "- whether DELTA selects good pages. DELTA reads layers 0 to 2 in full here, and a policy "
         "that does so without selecting anything is right as well. If its selection has to find "
         "the facts (layer 0 dense, layer 1 selects), few answers are right;",
-        "- which selection rule is better, from [different configurations](configurations.md). "
-        "That needs the same dense layers, first tokens, window and budget for all, and a control "
-        "that selects nothing, as in the tables [at equal terms](tiny.md#equal-terms);",
+        "- which selection rule is better, if settings differ. That needs the same dense layers, "
+        "first tokens, window and budget for all, and a control that selects nothing, as in the "
+        "tables [at equal terms](tiny.md#equal-terms);",
         "- what a method does in a model whose look-ups are spread over many layers.",
     ]
 
 
-def configurations(found: Sequence[Cell], budget: int, length: int) -> str:
-    """A table of each policy's dense layers and other settings at one budget and length.
+def dense_layers(settings: Mapping[str, Any]) -> list[int]:
+    """Layers that read everything in every step, selection layers included.
 
-    found: cells of the grid.
+    settings: a policy's resolved settings, as stored in a line.
     """
-    own = {
-        cell.name: cell
-        for cell in fixed(found)
-        if (cell.budget, cell.place.length) == (budget, length)
-    }
-    rows = [
-        [f"`{name}`", _layers(dense_layers(own[name].settings)), _others(own[name].settings)]
-        for name in methods(list(own.values()))
-    ]
-    return written(("policy", "dense layers", "other settings"), rows) if rows else ""
+    lists = (settings.get(name) or () for name in _DENSE)
+    return sorted({layer for layers in lists for layer in layers})
 
 
 def _row(cell: Cell) -> list[str]:
@@ -120,17 +113,6 @@ def _newest(cell: Cell) -> int:
 
 def _layers(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers)) or "none"
-
-
-def _others(settings: Mapping[str, Any]) -> str:
-    """A policy's settings except its budget and layers."""
-    layers = {name for name, value in settings.items() if isinstance(value, list | tuple)}
-    told = [
-        f"`{name}` {value}"
-        for name, value in settings.items()
-        if value is not None and name not in ("token_budget", *layers)
-    ]
-    return ", ".join(told) or NOTHING
 
 
 def _about(lines: Sequence[Line]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from keyhole.eval.comparisons import wilson
@@ -50,11 +49,6 @@ def share(count: int, samples: int) -> str:
 def kib(value: float | None) -> str:
     """Bytes in KiB."""
     return NOTHING if value is None else f"{value / 1024:,.0f}"
-
-
-def month(date: str) -> str:
-    """The month of a line's date: November 2026."""
-    return datetime.fromisoformat(date).strftime("%B %Y")
 
 
 def folded(summary: str, *parts: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.results_page.cells import FULL
 from benchmarks.results_page.controls import TASKS
+from benchmarks.results_page.tasks import FULL
 from benchmarks.results_page.text import image, kib, paragraph, percent, share, source, written
 from keyhole.eval.comparisons import (
     ORACLE,
