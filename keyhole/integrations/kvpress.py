@@ -34,6 +34,7 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
+from keyhole.cache.argument import cache_argument
 from keyhole.config import require_counts, require_known
 from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
@@ -144,9 +145,9 @@ class CompressedModel:
             input_ids=torch.tensor([list(tokens)], device=device),
             position_ids=positions[None],
             cache_position=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(self._model.network): cache},
         )
         logits: Tensor = out.logits[0, -1]
         return logits
