@@ -34,6 +34,8 @@ EXACT = """
     qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
     zamba zamba2 zaya
 """.split()
+#: Families that came with transformers 5.24.
+NEW = ["apertus1p5_text", "exaone", "lara_mini", "sarvam_mla", "sarvam_moe"]
 
 #: Shapes that a family's default config does not have.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,7 +138,7 @@ _LARGER_ERRORS = {"bailing_hybrid": 3.1e-4, "zamba2": 3e-4, "granite": 1.4e-4}
 
 
 @pytest.mark.one_in(32)
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("family", EXACT + [name for name in NEW if name in CONFIG_MAPPING])
 def test_it_is_exact(family: str) -> None:
     config = CONFIG_MAPPING[family](**exactness_gate._EXAMPLES.get(family, {}))
     found = measure(config)
@@ -211,6 +213,15 @@ def test_what_cannot_run_is_refused_with_its_reason(family: str, reason: str) ->
     found = measure_family(family)
     assert not found.exact
     assert reason in str(found.reason)
+
+
+@pytest.mark.skipif("dory" not in CONFIG_MAPPING, reason="new in transformers 5.24")
+def test_layers_that_run_once_are_exact_where_more_often_is_refused() -> None:
+    """Dory may run some of its layers several times per token."""
+    once = measure(CONFIG_MAPPING["dory"](n_recurrent_loops=1))
+    assert once.exact, once.reason
+    twice = measure(CONFIG_MAPPING["dory"]())
+    assert "runs some layers several times per token" in str(twice.reason)
 
 
 def test_falcon_with_alibi_is_refused() -> None:

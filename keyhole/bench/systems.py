@@ -40,6 +40,7 @@ from keyhole.bench.model import (
     without_copying_weights,
 )
 from keyhole.bench.settings import ALL_BASELINES, PAGE_SIZE, brings_budget
+from keyhole.cache.argument import cache_argument
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig, SamplingParams, require
 from keyhole.engine.engine import Engine
@@ -452,6 +453,7 @@ class Baseline:
     @torch.no_grad()
     def _forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.to(self._device)[:, None]
-        out = self._network(input_ids=tokens, past_key_values=self._past.cache, use_cache=True)
+        past = {cache_argument(self._network): self._past.cache}
+        out = self._network(input_ids=tokens, **past, use_cache=True)
         logits: Tensor = out.logits[:, -1]
         return logits

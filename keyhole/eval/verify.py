@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from keyhole.cache.argument import cache_argument
 from keyhole.config import EngineConfig, SamplingParams, is_count, require
 from keyhole.engine.engine import Engine
 from keyhole.errors import ConfigError
@@ -163,11 +164,11 @@ class Eager:
 
     def _decoded(self, tokens: list[int]) -> Tensor:
         """Logits [T, vocabulary] of decoding token by token."""
-        cache, rows = DynamicCache(), []
+        past, rows = {cache_argument(self._model.network): DynamicCache()}, []
         with attending_by(self._model.network, "eager"):
             for token in tokens:
                 ids = torch.tensor([[token]], device=self._model.device)
-                out = self._model.network(input_ids=ids, past_key_values=cache, use_cache=True)
+                out = self._model.network(input_ids=ids, **past, use_cache=True)
                 rows.append(out.logits[0, -1].float().cpu())
         return torch.stack(rows)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from keyhole.cache.argument import CACHE_NAMES, cache_argument, cache_field
 from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig
 from keyhole.engine.allocation import allocate
@@ -203,7 +204,7 @@ class Hooks:
         source = ids if ids is not None else embeds
         assert source is not None
         B, Q = source.shape[:2]
-        past = given.get("past_key_values")
+        past = next((given[n] for n in CACHE_NAMES if given.get(n) is not None), None)
         cache = self._cache(past, B)
         there = present(given.get("attention_mask"), B, Q, cache)
         plan, order = self._plan(cache, there)
@@ -239,10 +240,11 @@ class Hooks:
             ),
             batch=cache.runner.begin(plan, tokens[0], positions[0]),
         )
-        changed = {k: v for k, v in given.items() if k not in ("attention_mask", "input_ids")}
+        replaced = ("attention_mask", "input_ids", *CACHE_NAMES)
+        changed = {k: v for k, v in given.items() if k not in replaced}
         changed |= {
             "position_ids": positions,
-            "past_key_values": PassThrough(call.batch, positions[0]),
+            cache_argument(self._model.network): PassThrough(call.batch, positions[0]),
             "use_cache": False,
             "return_dict": True,
             "logits_to_keep": torch.from_numpy(wanted[wanted >= 0]).to(source.device),
@@ -260,7 +262,7 @@ class Hooks:
                 past.update()
             if len(past.rows) != num_rows:
                 raise RequestError(
-                    f"past_key_values have {len(past.rows)} rows, but the input has {num_rows}"
+                    f"the cache has {len(past.rows)} rows, but the input has {num_rows}"
                 )
             return past
         if past is None:
@@ -271,7 +273,7 @@ class Hooks:
         own = getattr(past, "_is_user_defined", False) or past in self._replaced
         if own or past.get_seq_length():
             raise unsupported(
-                "a DynamicCache of your own; pass the past_key_values of an earlier output "
+                "a DynamicCache of your own; pass the cache of an earlier output "
                 "(from generate with return_dict_in_generate=True), or none"
             )
         self._replaced.add(past)
@@ -340,8 +342,6 @@ class Hooks:
                 .unflatten(0, (B, Q))
                 for hidden in values["hidden_states"]
             )
-        values.pop("past_key_values", None)
-        if call.returns_cache:
-            values["past_key_values"] = cache
+        values[cache_field(output)] = cache if call.returns_cache else None
         result = type(output)(**values)
         return result.to_tuple() if call.returns_tuple else result

@@ -1,4 +1,4 @@
-"""The `past_key_values` of a `sparse` block: rows of tokens in pages, without padding."""
+"""The cache of a `sparse` block: rows of tokens in pages, without padding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
     if tuple(mask.shape) != (B, past + Q):
         raise RequestError(
             f"attention_mask has shape {tuple(mask.shape)}, but must have {(B, past + Q)}: one "
-            "entry per token, including those in past_key_values"
+            "entry per token, including those in the cache"
         )
     there: np.ndarray = mask.cpu().numpy() != 0
     if (there[:, 1:] < there[:, :-1]).any():
@@ -51,9 +51,7 @@ def present(mask: Any, B: int, Q: int, cache: PagedCache) -> np.ndarray:
         )
     known = np.asarray([row.num_computed for row in cache.rows])
     if (there[:, :past].sum(1) != known).any():
-        raise RequestError(
-            "attention_mask differs from the one that past_key_values were computed with"
-        )
+        raise RequestError("attention_mask differs from the one that the cache was computed with")
     return there[:, past:]
 
 
@@ -74,14 +72,15 @@ def spread(logits: Tensor, wanted: np.ndarray) -> Tensor:
 
 
 class PagedCache:
-    """A transformers cache (`past_key_values`) whose tokens are stored in Keyhole's pages.
+    """A transformers cache whose tokens are stored in Keyhole's pages.
 
     Its pages are freed with it. `copy.deepcopy` shares them (or copies them, see
     `Policy.shares_pages`), so that one prompt can be continued several times.
     """
 
     is_compileable = False
-    is_croppable = False
+    #: Asked before `crop`, which says by name what is refused.
+    is_croppable = True
 
     def __init__(
         self,
@@ -104,6 +103,11 @@ class PagedCache:
 
     def __len__(self) -> int:
         return self.pages.geometry.num_layers
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers keep a recurrent state instead of keys: none."""
+        return [False] * len(self)
 
     def __deepcopy__(self, _: dict[int, Any]) -> PagedCache:
         copy = PagedCache(self.pages, self._make_runner, len(self.rows), self._shares_pages)
@@ -138,7 +142,7 @@ class PagedCache:
     def update(self, *_: Any, **__: Any) -> Any:
         """Called only by a model outside its `sparse` block."""
         raise ConfigError(
-            "these past_key_values belong to a keyhole.sparse block that has ended; continue "
+            "this cache belongs to a keyhole.sparse block that has ended; continue "
             "inside the block, or start again from the prompt"
         )
 
@@ -158,7 +162,7 @@ class PagedCache:
 
     def batch_repeat_interleave(self, *_: Any) -> Any:
         """Refused: changes the rows of the batch."""
-        raise unsupported("repeating or selecting rows of past_key_values")
+        raise unsupported("repeating or selecting rows of a cache")
 
     batch_select_indices = reset = batch_repeat_interleave
 
@@ -168,7 +172,7 @@ def full(pages: PageCache) -> CapacityError:
     limit, tokens = pages.max_pages * pages.page_bytes, pages.max_pages * pages.page_size
     return CapacityError(
         f"the KV cache is full: it holds {tokens} tokens in {bytes_text(limit)}, for all rows "
-        "and all past_key_values that are still referenced; raise memory="
+        "and all caches that are still referenced; raise memory="
     )
 
 

@@ -47,8 +47,8 @@ def sparse(
     """Runs a transformers model with Keyhole's pages and a policy inside a `with` block.
 
     Prompts are computed exactly, each later token reads what the policy selects. Greedy decoding,
-    sampling, left-padded batches, streamers, stopping criteria and the `past_key_values` that
-    `generate` returns work; beam search, assisted generation, caches of other kinds, attention
+    sampling, left-padded batches, streamers, stopping criteria and the cache that `generate`
+    returns work; beam search, assisted generation, caches of other kinds, attention
     weights and gradients are refused by name. Afterwards, also after an error, the model is as it
     was. policy: an object such as `Delta(token_budget=1024)`, a name, a settings file, or None
     (dense). page_size: tokens in a page of the KV cache. memory: the most that the cache may take,

@@ -34,6 +34,7 @@ from transformers import DynamicCache
 
 from keyhole import registry
 from keyhole.bench import measure
+from keyhole.cache.argument import cache_argument, cache_name
 from keyhole.config import require_counts, require_known
 from keyhole.errors import ConfigError, KeyholeError, ModelError, NumericalError
 from keyhole.eval.line_file import LineFile
@@ -45,7 +46,7 @@ from keyhole.integrations.presses import Press, make_press, presses
 from keyhole.models import families
 from keyhole.models.loading import load
 from keyhole.models.locate import TINY, is_tiny
-from keyhole.models.model import Model
+from keyhole.models.model import Model, decoder_layers
 from keyhole.registry import Spec
 
 # Positions are passed to every forward pass: the cache of a compressed prompt is shorter than the
@@ -144,9 +145,9 @@ class CompressedModel:
             input_ids=torch.tensor([list(tokens)], device=device),
             position_ids=positions[None],
             cache_position=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(self._model.network): cache},
         )
         logits: Tensor = out.logits[0, -1]
         return logits
@@ -173,9 +174,26 @@ class _CountingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-def _applied(press: Any, network: Any) -> Any:
+@contextlib.contextmanager
+def _applied(press: Any, network: Any) -> Iterator[None]:
     """A context in which kvpress's press is active on the network; None has no effect."""
-    return contextlib.nullcontext() if press is None else press(network)
+    if press is None:
+        yield
+        return
+    _, layers = decoder_layers(network)
+    own: list[Any] = [layer.self_attn for layer in layers]
+    hooks = [one.register_forward_hook(_with_earlier_name, with_kwargs=True) for one in own]
+    try:
+        with press(network):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _with_earlier_name(_: Any, __: Any, named: dict[str, Any], ___: Any) -> None:
+    """Gives later hooks the cache by the name that kvpress reads, transformers' before 5.24."""
+    named["past_key_values"] = named[cache_name(named)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ Row layout: first one token of each decoding sequence, then the prompt chunks on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -262,16 +262,24 @@ class Batch:
 
 
 class PassThrough:
-    """Passed to transformers as `past_key_values`: returns its input.
+    """Passed to transformers as its cache: returns its input.
 
     positions: int64 [T], of the tokens of the packed row.
     """
 
     is_compileable = False
+    #: What transformers holds of each layer: nothing (Dory looks).
+    layers: tuple[Any, ...] = ()
 
     def __init__(self, batch: Batch, positions: Tensor) -> None:
         self.batch = batch
         self.positions = positions
+
+    @classmethod
+    def among(cls, args: Iterable[Any], named: Mapping[str, Any]) -> Self | None:
+        """The one among the arguments of a module, whatever its name there; None without any."""
+        given = (*args, *named.values())
+        return next((one for one in given if isinstance(one, cls)), None)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -122,6 +122,8 @@ def _check_attention(config: Any, name: str) -> None:
         other = "adds ALiBi twice under transformers' eager attention and once under its sdpa"
     if getattr(config, "rel_extent", None) is not None:
         other = "adds a learned bias per relative position to attention scores"
+    if getattr(config, "n_recurrent_loops", 1) > 1:  # Dory
+        other = "runs some layers several times per token, each time over keys of their own"
     if other is not None:
         raise ModelError(f"model {name!r} ({family}) {other}, which Keyhole does not compute")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.integrations import moe
+from transformers.utils import deprecation
 
 from keyhole import kernels
 from keyhole.kernels import cpu, reference
@@ -274,7 +276,10 @@ def speed_up_rotary(network: nn.Module) -> None:
 @functools.cache
 def faster(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The same class with our kernel; None if it does not rotate heads, or in another way."""
-    forward = cls.forward
+    # Without wrappers that translate deprecated names of arguments; nothing here uses these.
+    forward: Any = inspect.unwrap(
+        cls.forward, stop=lambda wrapper: wrapper.__globals__ is not vars(deprecation)
+    )
     if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
         return None
     theirs = forward.__globals__.get(_NAME)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.cache.argument import cache_argument
 from keyhole.cache.layout import Geometry
 from keyhole.config import SamplingParams
 from keyhole.errors import ConfigError, ModelError, one_line
@@ -118,10 +119,10 @@ class Model:
                 out = self.network(
                     input_ids=token_ids[None],
                     position_ids=positions[None],
-                    past_key_values=PassThrough(batch, positions),
                     use_cache=False,
                     logits_to_keep=rows,
                     keyhole=batch,
+                    **{cache_argument(self.network): PassThrough(batch, positions)},
                 )
         except LastLayer:
             return token_ids.new_zeros(0, self.vocab_size, dtype=self.dtype)
@@ -175,8 +176,8 @@ def _keep_input(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any
     """Stores a decoder layer's input in the batch."""
     batch = named.get("keyhole")
     if batch is None:  # some families drop the keyword before their layers
-        caches = (one for one in (*given, *named.values()) if isinstance(one, PassThrough))
-        batch = next((cache.batch for cache in caches), None)
+        cache = PassThrough.among(given, named)
+        batch = None if cache is None else cache.batch
     if batch is not None:  # the network may also run without Keyhole
         hidden = given[0] if given else named["hidden_states"]
         batch.hidden[layer] = hidden[0]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole import kernels
+from keyhole.cache.argument import cache_argument
 from keyhole.cache.recurrent_state import LayerState
 from keyhole.errors import ConfigError
 from keyhole.models import families
@@ -138,7 +139,7 @@ def _frequencies(rotary: Any, kind: str) -> Tensor:
 
 
 class _KeyRecorder(LayerState):
-    """Passed to transformers as `past_key_values`: keeps what a cache would hold as keys."""
+    """Passed to transformers as its cache: keeps what that would hold as keys."""
 
     is_compileable = False
 
@@ -196,8 +197,8 @@ def _measured_problem(config: Any) -> str | None:
             network(
                 input_ids=tokens,
                 position_ids=torch.arange(start, start + tokens.shape[1])[None],
-                past_key_values=recorder,
                 use_cache=False,
+                **{cache_argument(network): recorder},
             )
         found.append(recorder.keys)
     try:

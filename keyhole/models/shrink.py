@@ -78,6 +78,9 @@ _AT_MOST = {
     "max_position_embeddings": 256,
 }
 
+#: Scales of Dory, which it divides by `initializer_range`.
+_DIVIDED = ("sqk", "s_gate", "lambda_1", "lambda_2", "logit_scale")
+
 #: Of encoders.
 _ENCODER_SIZES = {
     **dict.fromkeys(["num_hidden_layers", "num_blocks"], 2),
@@ -116,6 +119,7 @@ def shrink(config: Any) -> Any:
             setattr(small, name, [value[i] for i in kept])
     _set(small, "num_hidden_layers", len(kept))
     _shrink_sharing(config, small, kept)
+    _shrink_sections(small)
     ratio = _value_heads(small)
     _shrink_heads(small)
     own = _own_sizes(config, small, kept)
@@ -172,6 +176,15 @@ def _shrink_sharing(config: Any, small: Any, kept: list[int]) -> None:
     if _num_sharing(config):
         first = int(config.num_hidden_layers) - _num_sharing(config)
         small.num_kv_shared_layers = sum(layer >= first for layer in kept)
+
+
+def _shrink_sections(small: Any) -> None:
+    """Dory: layers before and after those that may run several times."""
+    if hasattr(small, "n_recurrent_layers"):
+        outer = int(small.num_hidden_layers > 2)
+        _set(small, "n_input_layers", outer)
+        _set(small, "n_output_layers", outer)
+        _set(small, "n_recurrent_layers", small.num_hidden_layers - 2 * outer)
 
 
 def _value_heads(config: Any) -> int:
@@ -364,6 +377,8 @@ def random_model(config: Any) -> PreTrainedModel:
                 # An adapter adds a little to another layer; more, and scores exceed float32.
                 gain = 0.5 if "_adapter_" in name else 1.5
                 parameter.copy_(drawn * gain / parameter.shape[-1] ** 0.5)
+            elif config.model_type == "dory" and name.endswith(_DIVIDED):
+                parameter.copy_(config.initializer_range * (1 + 0.2 * drawn))
             elif name.endswith("weight"):
                 parameter.copy_(1 + 0.2 * drawn)
             else:

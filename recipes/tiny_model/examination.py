@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from keyhole.cache.argument import cache_argument
 from keyhole.eval.comparisons import wilson
 from keyhole.eval.tiny_language.tasks import HOP_TASKS, TASKS, Item, make, shared
 from keyhole.eval.tiny_language.world import BOS, EOS, PAD, WORD_IDS
@@ -114,15 +115,21 @@ class ContextReader:
         items = list(items)
         context = _ids(f"{BOS} {items[0].context}")
         past = DynamicCache(config=self._model.config)
-        self._model(torch.tensor([context]), past_key_values=past, logits_to_keep=1)
+        self._read(context, past, 1)
         return [self._answers(item, past) for item in items]
 
     def _answers(self, item: Item, past: Any) -> bool:
         question, answer = _ids(item.question), _ids(f"{item.answer} {EOS}")
-        tokens = torch.tensor([question + answer[:-1]])
-        out = self._model(tokens, past_key_values=past, logits_to_keep=len(answer))
-        past.crop(-tokens.shape[1])
-        return bool(out.logits[0].argmax(-1).tolist() == answer)
+        tokens = question + answer[:-1]
+        logits = self._read(tokens, past, len(answer))
+        past.crop(-len(tokens))
+        return bool(logits.argmax(-1).tolist() == answer)
+
+    def _read(self, tokens: list[int], past: Any, last: int) -> Tensor:
+        """Adds tokens to the context; logits [last, vocabulary] of the last ones."""
+        given = {cache_argument(self._model): past}
+        logits: Tensor = self._model(torch.tensor([tokens]), **given, logits_to_keep=last).logits[0]
+        return logits
 
 
 def table_cells(

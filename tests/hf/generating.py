@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from keyhole.cache.argument import cache_argument, cache_field
 from tests.checkpoints import PAD, make_config, make_network
 
 
@@ -22,11 +23,21 @@ def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids.where(there, PAD), "attention_mask": there.long()}
 
 
-def decode(network: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+def named(network: Any, past: Any) -> dict[str, Any]:
+    """A cache as an argument of `generate` or of a forward pass; None: without one."""
+    return {} if past is None else {cache_argument(network): past}
+
+
+def past_of(output: Any) -> Any:
+    """The cache of an output; None without one."""
+    return getattr(output, cache_field(output))
+
+
+def decode(network: Any, inputs: dict[str, Tensor], past: Any = None, **options: Any) -> Any:
     """What `generate` gives with its logits; greedy, 20 tokens, no end."""
     given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False} | options
-    named = {"return_dict_in_generate": True, "output_logits": True}
-    return network.generate(**inputs, **given, **named)
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    return network.generate(**inputs, **given, **named(network, past))
 
 
 def assert_same(got: Any, expected: Any, tolerance: float = 1e-4) -> None:
@@ -65,5 +76,5 @@ def network() -> Iterator[Any]:
 
 
 @torch.no_grad()
-def forward(network: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-    return network(**inputs, **options)
+def forward(network: Any, inputs: dict[str, Tensor], past: Any = None, **options: Any) -> Any:
+    return network(**inputs, **options, **named(network, past))

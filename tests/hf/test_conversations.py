@@ -1,4 +1,4 @@
-"""`keyhole.sparse`: `past_key_values` that go on, under policies that keep data of a sequence."""
+"""`keyhole.sparse`: caches that go on, under policies that keep data of a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keyhole import RKV, ClusterKV, RaaS, ShadowKV, SnapKV, sparse
 from keyhole.policies.base import Policy
-from tests.hf.generating import assert_same, decode, forward, network, prompts
+from tests.hf.generating import assert_same, decode, forward, network, past_of, prompts
 
 __all__ = ["network"]
 
@@ -19,7 +19,7 @@ __all__ = ["network"]
 def turn(network: Any, before: Any, new: Tensor, **options: Any) -> Any:
     """The answer to a text that goes on after another answer, by default from its cache."""
     ids = torch.cat([before.sequences, new], 1)
-    given = {"past_key_values": before.past_key_values} | options
+    given = {"past": past_of(before)} | options
     return decode(network, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **given)
 
 
@@ -45,9 +45,9 @@ def test_a_prompt_after_evicted_pages_reads_what_is_left(network: Any, policy: P
                 left = ~torch.isin(torch.arange(end) // size, torch.tensor(gone))
                 there[start:end, :end] = left
             there[start:end, start:end] = True
-            out = forward(network, {"input_ids": ids[:, start:end]}, past_key_values=past)
+            out = forward(network, {"input_ids": ids[:, start:end]}, past=past)
             found.append(out.logits)
-            past, start = out.past_key_values, end
+            past, start = past_of(out), end
     assert gone
     mask = torch.zeros(1, 1, 60, 60).masked_fill(~there.tril(), float("-inf"))
     wanted = forward(network, {"input_ids": ids, "attention_mask": mask}).logits
@@ -84,13 +84,21 @@ def test_a_copied_cache_goes_on_as_the_cache_does(network: Any, policy: Policy, 
     """A copy lacked what the policy keeps of a sequence: SnapKV read other tokens of the prompt."""
     with sparse(network, policy, page_size=8):
         first = decode(network, prompts(45), max_new_tokens=count, min_new_tokens=count)
-        copied = copy.deepcopy(first.past_key_values)
+        copied = copy.deepcopy(past_of(first))
         wanted = turn(network, first, NONE, max_new_tokens=24, min_new_tokens=24)
-        got = turn(
-            network, first, NONE, past_key_values=copied, max_new_tokens=24, min_new_tokens=24
-        )
+        got = turn(network, first, NONE, past=copied, max_new_tokens=24, min_new_tokens=24)
         straight = decode(
             network, prompts(45), max_new_tokens=count + 24, min_new_tokens=count + 24
         )
     assert_same(got, wanted, 0)
     assert torch.equal(wanted.sequences, straight.sequences)
+
+
+def test_a_cache_is_taken_by_its_earlier_name_too(network: Any) -> None:
+    """In transformers 5.24 `past_key_values` became `cache`; both are understood there."""
+    ids = prompts(12)["input_ids"]
+    wanted = forward(network, {"input_ids": ids}).logits[:, 8:]
+    with sparse(network, page_size=4):
+        past = past_of(forward(network, {"input_ids": ids[:, :8]}))
+        found = forward(network, {"input_ids": ids[:, 8:]}, past_key_values=past).logits
+    assert torch.allclose(found, wanted, atol=1e-4)

@@ -12,13 +12,13 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     DynamicCache,
-    GPTJConfig,
+    GPTNeoXJapaneseConfig,
     StaticCache,
 )
 
 from keyhole import ConfigError, Delta, ModelError, PromptTooLongError, RequestError, sparse
 from tests.checkpoints import make_config, make_network
-from tests.hf.generating import decode, forward, network, prompts
+from tests.hf.generating import decode, forward, network, past_of, prompts
 
 __all__ = ["network"]
 
@@ -36,13 +36,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "static cache": (
         "another cache .StaticCache",
-        lambda net: decode(
-            net, prompts(5), past_key_values=StaticCache(config=net.config, max_cache_len=64)
-        ),
+        lambda net: decode(net, prompts(5), past=StaticCache(config=net.config, max_cache_len=64)),
     ),
     "cache from outside": (
         "a DynamicCache of your own",
-        lambda net: decode(net, prompts(5), past_key_values=DynamicCache(config=net.config)),
+        lambda net: decode(net, prompts(5), past=DynamicCache(config=net.config)),
     ),
     "attention weights": (
         "output_attentions .attention weights are never made",
@@ -81,9 +79,9 @@ def test_an_empty_cache_that_comes_again_is_refused(network: Any) -> None:
     """The cache would stay empty, as ours takes its place, and the second call lack its past."""
     past, inputs = DynamicCache(config=network.config), prompts(5)
     with sparse(network):
-        forward(network, inputs, past_key_values=past)
+        forward(network, inputs, past=past)
         with pytest.raises(ConfigError, match="DynamicCache of your own"):
-            forward(network, inputs, past_key_values=past)
+            forward(network, inputs, past=past)
 
 
 def test_wrong_input_is_refused(network: Any) -> None:
@@ -97,12 +95,12 @@ def test_wrong_input_is_refused(network: Any) -> None:
         for message, mask in masks.items():
             with pytest.raises(RequestError, match=message):
                 forward(network, {"input_ids": ids}, attention_mask=torch.tensor(mask))
-        past = forward(network, {"input_ids": ids}).past_key_values
-        with pytest.raises(RequestError, match="have 2 rows, but the input has 1"):
-            forward(network, {"input_ids": ids[:1]}, past_key_values=past)
+        past = past_of(forward(network, {"input_ids": ids}))
+        with pytest.raises(RequestError, match="has 2 rows, but the input has 1"):
+            forward(network, {"input_ids": ids[:1]}, past=past)
         mask = torch.tensor([[0] + [1] * 9] * 2)
-        with pytest.raises(RequestError, match="differs from the one that past_key_values"):
-            forward(network, {"input_ids": ids}, past_key_values=past, attention_mask=mask)
+        with pytest.raises(RequestError, match="differs from the one that the cache"):
+            forward(network, {"input_ids": ids}, past=past, attention_mask=mask)
         with pytest.raises(RequestError, match="either input_ids or inputs_embeds"):
             forward(network, {})
         with pytest.raises(
@@ -111,14 +109,14 @@ def test_wrong_input_is_refused(network: Any) -> None:
             forward(network, prompts(513))
 
 
-def test_past_key_values_do_not_leave_their_block(network: Any) -> None:
+def test_a_cache_does_not_leave_its_block(network: Any) -> None:
     inputs = prompts(5)
     with sparse(network):
-        past = forward(network, inputs).past_key_values
+        past = past_of(forward(network, inputs))
     with pytest.raises(ConfigError, match="block that has ended"):
-        forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
+        forward(network, {"input_ids": inputs["input_ids"]}, past=past)
     with sparse(network), pytest.raises(ConfigError, match="block that has ended"):
-        forward(network, {"input_ids": inputs["input_ids"]}, past_key_values=past)
+        forward(network, {"input_ids": inputs["input_ids"]}, past=past)
 
 
 def test_a_model_in_training_is_refused(network: Any) -> None:
@@ -137,8 +135,12 @@ def test_what_cannot_run_is_refused_before_anything_changes(network: Any) -> Non
     )
     with pytest.raises(ModelError, match="is an encoder"):
         sparse(other).__enter__()
-    own = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
-    with pytest.raises(ConfigError, match="its GPTJAttention does not call transformers"):
+    own = GPTNeoXJapaneseConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(
+        ConfigError, match="its GPTNeoXJapaneseAttention does not call transformers"
+    ):
         sparse(AutoModelForCausalLM.from_config(own)).__enter__()
     with pytest.raises(ConfigError, match="token_budget"):
         sparse(network, Delta(token_budget=8), page_size=16).__enter__()

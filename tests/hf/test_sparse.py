@@ -26,7 +26,7 @@ from keyhole import (
 from keyhole.eval.tiny_language.tasks import make
 from keyhole.policies import available_policies, make_policy
 from tests.checkpoints import KINDS, make_config, make_model, make_network, make_tokenizer
-from tests.hf.generating import assert_same, decode, forward, network, prompts, state
+from tests.hf.generating import assert_same, decode, forward, network, past_of, prompts, state
 from tests.policies.models import with_head
 
 __all__ = ["network"]
@@ -157,12 +157,12 @@ def test_a_failed_forward_leaves_rows_that_go_on(network: Any) -> None:
     first, then = inputs["input_ids"][:, :6], inputs["input_ids"][:, 6:]
     expected = forward(network, inputs).logits[:, 6:]
     with sparse(network, page_size=4):
-        past = forward(network, {"input_ids": first}).past_key_values
+        past = past_of(forward(network, {"input_ids": first}))
         handle = network.model.layers[2].register_forward_pre_hook(fail)
         with pytest.raises(KeyError, match="once"):
-            forward(network, {"input_ids": then}, past_key_values=past)
+            forward(network, {"input_ids": then}, past=past)
         handle.remove()
-        got = forward(network, {"input_ids": then}, past_key_values=past)
+        got = forward(network, {"input_ids": then}, past=past)
     assert torch.allclose(got.logits, expected, atol=1e-4)
 
 
@@ -238,13 +238,13 @@ def test_without_use_cache_every_step_is_a_prompt(network: Any) -> None:
     with sparse(network, Quest(token_budget=16)) as run:
         got = decode(network, prompts(12, 5), use_cache=False)
     assert_same(got, expected)
-    assert got.past_key_values is None
+    assert past_of(got) is None
     assert run.stats.decoded_tokens == 0
     assert run.stats.attended_fraction is None
 
 
 @pytest.mark.slow
-def test_past_key_values_go_on_with_the_conversation(network: Any) -> None:
+def test_its_cache_goes_on_with_the_conversation(network: Any) -> None:
     inputs, more = prompts(12, 5), prompts(6, 6, seed=1)["input_ids"]
 
     def talk() -> list[Any]:
@@ -253,7 +253,7 @@ def test_past_key_values_go_on_with_the_conversation(network: Any) -> None:
         new = ids.shape[1] - inputs["attention_mask"].shape[1]
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, new, dtype=torch.long)], 1)
         both = {"input_ids": ids, "attention_mask": mask}
-        return [first, decode(network, both, past_key_values=first.past_key_values)]
+        return [first, decode(network, both, past=past_of(first))]
 
     expected = talk()
     with sparse(network, page_size=4) as run:
@@ -269,10 +269,10 @@ def test_a_prompt_is_computed_once_and_continued_several_times(network: Any) -> 
     texts = [{"input_ids": torch.cat([start, end], 1)} for end in ends]
     expected = [decode(network, text) for text in texts]
     with sparse(network, page_size=4) as run:
-        past = forward(network, {"input_ids": start}).past_key_values
+        past = past_of(forward(network, {"input_ids": start}))
         for text, theirs in zip(texts, expected, strict=True):
-            assert_same(decode(network, text, past_key_values=copy.deepcopy(past)), theirs)
-        with pytest.raises(ConfigError, match="rows of past_key_values"):
+            assert_same(decode(network, text, past=copy.deepcopy(past)), theirs)
+        with pytest.raises(ConfigError, match="rows of a cache"):
             past.reset()
     assert run.stats.prompt_tokens == 13 + 5 + 5
 
@@ -316,4 +316,4 @@ def test_a_plain_call_gives_what_the_model_gives(kind: str) -> None:
         assert past.get_seq_length() == 7
         assert torch.allclose(positional.logits, row, atol=1e-4)
         assert torch.allclose(logits, row, atol=1e-4)
-        assert "past_key_values" not in forward(network, short, use_cache=False)
+        assert past_of(forward(network, short, use_cache=False)) is None

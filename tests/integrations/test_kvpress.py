@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.cache.argument import cache_argument
 from keyhole.models.loading import load
 from tests.checkpoints import BOS, EOS, VOCAB_SIZE, make_model
 
@@ -148,7 +149,9 @@ def assert_pressed(path: str, name: str, setup: str, budget: int, interval: int 
     if interval is None:
         full = DynamicCache()
         with torch.no_grad():
-            network(path)(torch.tensor([prompt[:context]]), past_key_values=full)
+            pressed = network(path)
+            given = {cache_argument(pressed): full}
+            pressed(torch.tensor([prompt[:context]]), **given)
         assert kept_in(model.cache, full, left) == oracle.kept
         assert {len(one) for heads in oracle.kept.values() for one in heads} == {left}
 

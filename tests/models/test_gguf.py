@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from keyhole import LLM, ModelError, SamplingParams
 from keyhole.models import checkpoint
 from keyhole.models.loading import load
-from keyhole.models.locate import locate
+from keyhole.models.locate import ModelFiles, locate
+from keyhole.models.weights import gguf_file
 from tests.checkpoints import make_model, make_tokenizer
 from tests.models.verified import EACH, failed
 
@@ -389,3 +391,12 @@ def test_rope_that_is_scaled_in_another_way_is_refused(
     _, path = scaled(tmp_path, monkeypatch, "llama3", worse=1.5)
     with pytest.raises(ModelError, match=r"scales RoPE by a tensor .* that is not Llama 3's"):
         load(path, "cpu")
+
+
+def test_a_transformers_without_a_config_for_it_is_given_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Version 5.16 has no `GgufConfig`; importing it, Keyhole could not be imported there."""
+    monkeypatch.setattr(gguf_file, "transformers", SimpleNamespace())
+    found = ModelFiles("a.gguf", Path("a.gguf"), unreachable=None, has_adapter=False)
+    assert gguf_file.plain(found, torch.float32) == {"dtype": torch.float32}

@@ -113,6 +113,8 @@ PROMPT = [3 + (7 * i * i + i) % 200 for i in range(21)]
 
 
 def theirs(network: Any, tokens: list[int], new: int) -> list[int]:
+    if network.config.model_type == "llama4":  # in transformers 5.24 it fails without images
+        network = network.language_model
     tokens = list(tokens)
     for _ in range(new):
         with torch.no_grad():

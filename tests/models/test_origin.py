@@ -50,6 +50,16 @@ class DoublingForCausalLM(LlamaForCausalLM):
 """
 # Each token depends on those before it by more than attention.
 _INEXACT_CODE = _MODEL_CODE.replace("2 * super().forward(x)", "x.cumsum(1) + super().forward(x)")
+# Code from before transformers 5.24, where the cache has another name.
+_OLD_NAME_CODE = (
+    "from inspect import signature"
+    + _MODEL_CODE
+    + """
+    def forward(self, input_ids=None, past_key_values=None, **named):
+        name = "cache" if "cache" in signature(super().forward).parameters else "past_key_values"
+        return super().forward(input_ids, **named, **{name: past_key_values})
+"""
+)
 
 
 @pytest.fixture
@@ -280,6 +290,13 @@ def test_documents_of_a_model_with_code_are_placed(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     asked = llm.ask({"prompt_token_ids": [5, 9]}, documents=["a"], reuse="reuse", params=params)
     assert asked.token_ids == llm.generate([*range(3, 40), 5, 9], params).token_ids
+
+
+@pytest.mark.usefixtures("modules")
+def test_code_from_before_the_cache_had_its_present_name_is_exact(tmp_path: Path) -> None:
+    """It got no cache, so that a prompt in chunks had other logits."""
+    place = _with_code(tmp_path / "doubling", _OLD_NAME_CODE)
+    LLM(place, trust_remote_code=True, device="cpu")
 
 
 @pytest.mark.usefixtures("modules")

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
 
 from keyhole import LLM
+from keyhole.cache.argument import cache_argument
 from keyhole.errors import ConfigError
 from keyhole.kernels.reference import layers
 from keyhole.models import attention
@@ -145,9 +146,9 @@ def run(model: Model, places: Tensor) -> Recorder:
         model.network(
             input_ids=torch.arange(10, 10 + len(places))[None],
             position_ids=places[None],
-            past_key_values=recorder,
             use_cache=False,
             recorder=recorder,
+            **{cache_argument(model.network): recorder},
         )
     return recorder
 

@@ -22,6 +22,7 @@ from keyhole.models.loading import load
 from keyhole.models.modules.recurrent_layers import Packed
 from keyhole.models.shrink import random_model, shrink
 from keyhole.policies import available_controls, make_policy
+from tests.hf.generating import past_of
 from tests.models import compared
 from tests.models.compared import Text, add, logits_of, random_texts, run
 from tests.policies.models import with_head
@@ -346,7 +347,7 @@ def test_a_checkpoint_in_16_bits_keeps_its_state_in_the_dtypes_of_transformers(
     network_of("qwen3_next").save_pretrained(tmp_path)
     model = load(tmp_path, "cpu", "bfloat16")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    cache = theirs(torch.tensor([texts()[2][0]]), use_cache=True).past_key_values
+    cache = past_of(theirs(torch.tensor([texts()[2][0]]), use_cache=True))
     engine = LLM(model, memory="16MB", prefix_cache=False).engine
     state = engine.recurrent
     assert isinstance(state, RecurrentState)

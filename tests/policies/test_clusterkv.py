@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole import LLM, ClusterKV, ConfigError, SamKV, SamplingParams, kernels
+from keyhole.cache.argument import cache_argument
 from keyhole.engine.engine import Engine
 from keyhole.policies import clusterkv
 from tests.checkpoints import make_model
+from tests.hf.generating import past_of
 from tests.oracle import Array, Choice, float64, in_order
 from tests.policies.models import PROMPTS, prompt, twins
 from tests.policies.recording import (
@@ -290,7 +292,7 @@ def test_centroids_and_clusters_are_counted() -> None:
     assert request.stats().other_bytes_read == 3 * 2 * 4 * numbers
 
 
-def test_copies_of_past_key_values_have_clusters_of_their_own(tmp_path: Path) -> None:
+def test_copies_of_a_cache_have_clusters_of_their_own(tmp_path: Path) -> None:
     """One prompt, continued in two ways that take turns."""
     network = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path))
     policy = dataclasses.replace(POLICY, cluster_every=2)
@@ -302,12 +304,12 @@ def test_copies_of_past_key_values_have_clusters_of_their_own(tmp_path: Path) ->
         for place in range(9):
             for way, past in zip(ways, pasts, strict=True):
                 token = torch.tensor([[way[place]]])
-                found.append(network(token, past_key_values=past).logits)
+                found.append(network(token, **{cache_argument(network): past}).logits)
         return found
 
     with torch.no_grad(), keyhole.sparse(network, policy, page_size=PAGE):
-        apart = logits([network(ids).past_key_values for _ in ways])
-        past = network(ids).past_key_values
+        apart = logits([past_of(network(ids)) for _ in ways])
+        past = past_of(network(ids))
         copied = logits([past, copy.deepcopy(past)])
     for one, other in zip(apart, copied, strict=True):
         assert torch.equal(one, other)

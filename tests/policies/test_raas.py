@@ -17,7 +17,9 @@ import torch
 
 import keyhole
 from keyhole import ConfigError, RaaS, kernels, sparse
+from keyhole.cache.argument import cache_argument
 from keyhole.models.loading import load
+from tests.hf.generating import past_of
 from tests.oracle import Array, float64
 from tests.policies.models import prompt, twins
 from tests.policies.recording import GREEDY, PAGE, Recording, forced, make_engine, run, steps
@@ -352,8 +354,8 @@ def test_a_conversation_goes_on_with_what_is_left(kind: str, fields: dict[str, A
         for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             past = copy.deepcopy(past) if i == copied else past
             ids = torch.tensor([tokens[end - size : end]])
-            out = network(input_ids=ids, past_key_values=past)
-            past = out.past_key_values
+            out = network(input_ids=ids, **{cache_argument(network): past})
+            past = past_of(out)
             found.append(float64(out.logits[0, -1]))
         cache = past.pages
         used = cache.max_pages - cache.available

@@ -172,7 +172,7 @@ def _code(cls: Any) -> Any:
 @functools.cache
 def _attention(cls: Any) -> Any:
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if isinstance(named.get("past_key_values"), PassThrough):
+        if PassThrough.among(args, named) is not None:
             named["attention_mask"] = torch.zeros(1, 1, 1, 1)
         return cls.forward(self, *args, **named)
 
@@ -202,12 +202,11 @@ def _indexer(cls: Any) -> Any:
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
-        past_key_values: Any = None,
         **named: Any,
     ) -> Any:
-        if not isinstance(past_key_values, PassThrough):
+        if PassThrough.among(args, named) is None:
             given = (hidden_states, q_resid, position_embeddings, *args)
-            return cls.forward(self, *given, past_key_values=past_key_values, **named)
+            return cls.forward(self, *given, **named)
         query = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
         key = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype)).to(query.dtype)
         query, key = rotated(query, key[:, :, None], self.qk_rope_head_dim, position_embeddings)

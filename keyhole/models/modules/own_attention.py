@@ -15,6 +15,7 @@ up to position 65,535.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,29 +31,37 @@ from keyhole.models.families import ALIBI_DIM
 def adapt(network: nn.Module) -> None:
     """Replaces the classes of the modules listed below, in place; weights stay where they are."""
     for module in network.modules():
-        make = _ADAPTED.get(type(module).__name__)
-        if make is not None:
-            module.__class__ = _subclass(make, type(module))  # type: ignore[arg-type]
+        changed = _changed(type(module))  # type: ignore[arg-type]
+        if changed is not None:
+            module.__class__ = changed
 
 
 def adapted(network: nn.Module) -> str | None:
     """The name of the first class in a network that `adapt` would replace; None without any."""
-    names = (type(module).__name__ for module in network.modules())
-    return next((name for name in names if name in _ADAPTED), None)
+    classes: Any = (type(module) for module in network.modules())
+    return next((cls.__name__ for cls in classes if _changed(cls) is not None), None)
 
 
 @functools.cache
-def _subclass(make: Callable[[Any], dict[str, Any]], cls: type[nn.Module]) -> type[nn.Module]:
+def _changed(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The subclass for a class listed below; None for another one.
+
+    From transformers 5.24 on CodeGen and GPT-J have no method `_attn`, and need no change.
+    """
+    make = _ADAPTED.get(cls.__name__)
+    if make is None or (cls.__name__ in _SCORES and not hasattr(cls, "_attn")):
+        return None
     return type(f"Keyhole{cls.__name__}", (cls,), make(cls))
 
 
 def _forwards_keywords(cls: Any) -> dict[str, Any]:
     """The layer drops the keyword arguments, the attention module would pass them on."""
 
-    def forward(self: Any, *args: Any, past_key_values: Any = None, **named: Any) -> Any:
-        if isinstance(past_key_values, PassThrough):
-            named["keyhole"] = past_key_values.batch
-        return cls.forward(self, *args, past_key_values=past_key_values, **named)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        past = PassThrough.among(args, named)
+        if past is not None:
+            named["keyhole"] = past.batch
+        return cls.forward(self, *args, **named)
 
     return {"forward": forward}
 
@@ -61,12 +70,12 @@ def _computes_scores(scaling: Callable[[Any], float]) -> Callable[[Any], dict[st
     """The module computes attention in a method `_attn`."""
 
     def make(cls: Any) -> dict[str, Any]:
-        def forward(self: Any, *args: Any, layer_past: Any = None, **named: Any) -> Any:
-            self.keyhole = layer_past
-            return cls.forward(self, *args, layer_past=layer_past, **named)
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
+            self.keyhole = PassThrough.among(args, named)
+            return cls.forward(self, *args, **named)
 
         def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
-            if not isinstance(self.keyhole, PassThrough):
+            if self.keyhole is None:
                 return cls._attn(self, query, key, value, mask)
             out, _ = attention(
                 self,
@@ -109,8 +118,8 @@ def _is_told_its_layer(cls: Any) -> dict[str, Any]:
 
 def _xglm(cls: Any) -> dict[str, Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        past = named.get("past_key_values")
-        if not isinstance(past, PassThrough):
+        past = PassThrough.among(args, named)
+        if past is None:
             return cls.forward(self, hidden_states, *args, **named)
         query, key, value = (
             _heads(project(hidden_states), self.head_dim)
@@ -124,40 +133,28 @@ def _xglm(cls: Any) -> dict[str, Any]:
 
 def _bloom(cls: Any) -> dict[str, Any]:
     def forward(
-        self: Any,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Tensor,
-        attention_mask: Any = None,
-        layer_past: Any = None,
-        **named: Any,
+        self: Any, hidden_states: Tensor, residual: Tensor, *args: Any, **named: Any
     ) -> Any:
-        if not isinstance(layer_past, PassThrough):
-            return cls.forward(
-                self, hidden_states, residual, alibi, attention_mask, layer_past, **named
-            )
+        past = PassThrough.among(args, named)
+        if past is None:
+            return cls.forward(self, hidden_states, residual, *args, **named)
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        out = _with_alibi(self, layer_past, (query, key, value), self.inv_norm_factor)
+        out = _with_alibi(self, past, (query, key, value), self.inv_norm_factor)
         return residual + self.dense(out.flatten(2)), None
 
     return {"forward": forward}
 
 
 def _mpt(cls: Any) -> dict[str, Any]:
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        position_bias: Any,
-        past_key_values: Any = None,
-        **named: Any,
-    ) -> Any:
-        if not isinstance(past_key_values, PassThrough):
-            return cls.forward(self, hidden_states, position_bias, past_key_values, **named)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        past = PassThrough.among(args, named)
+        if past is None:
+            return cls.forward(self, hidden_states, *args, **named)
         fused = self.Wqkv(hidden_states)
         if self.clip_qkv:
             fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         parts = (_heads(part, self.head_dim) for part in fused.chunk(3, -1))
-        out = _with_alibi(self, past_key_values, tuple(parts), self.softmax_scale)
+        out = _with_alibi(self, past, tuple(parts), self.softmax_scale)
         return self.out_proj(out.flatten(2)), None
 
     return {"forward": forward}
@@ -166,13 +163,11 @@ def _mpt(cls: Any) -> dict[str, Any]:
 def _falcon(cls: Any) -> dict[str, Any]:
     """Queries, keys and values of a KV head lie side by side; transformers repeats the keys."""
 
-    def forward(
-        self: Any, hidden_states: Tensor, alibi: Any, attention_mask: Any, **named: Any
-    ) -> Any:
-        past = named.get("layer_past")
-        if not isinstance(past, PassThrough):
-            return cls.forward(self, hidden_states, alibi, attention_mask, **named)
-        rotate = cls.forward.__globals__["apply_rotary_pos_emb"]
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        past = PassThrough.among(args, named)
+        if past is None:
+            return cls.forward(self, hidden_states, *args, **named)
+        rotate = _rotary_of(cls)
         fused = self.query_key_value(hidden_states)
         heads = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim)).transpose(1, 2)
         query = heads[..., :-2, :].transpose(2, 3).flatten(1, 2)  # [1, H, T, D]
@@ -191,10 +186,10 @@ def _diff_llama(cls: Any) -> dict[str, Any]:
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, *args: Any, **named: Any
     ) -> Any:
-        past = named.get("past_key_values")
-        if not isinstance(past, PassThrough):
+        past = PassThrough.among(args, named)
+        if past is None:
             return cls.forward(self, hidden_states, position_embeddings, *args, **named)
-        rotate = cls.forward.__globals__["apply_rotary_pos_emb"]
+        rotate = _rotary_of(cls)
         query, key, value = (
             _heads(project(hidden_states), self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -212,6 +207,11 @@ def _diff_llama(cls: Any) -> dict[str, Any]:
         return self.o_proj(mixed.flatten(2)), None
 
     return {"forward": forward}
+
+
+def _rotary_of(cls: Any) -> Any:
+    """The function by which a class rotates queries and keys."""
+    return inspect.unwrap(cls.forward).__globals__["apply_rotary_pos_emb"]
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:
@@ -258,14 +258,18 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes)
 
 
-_ADAPTED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "BloomAttention": _bloom,
+#: Those that compute scores in a method `_attn`.
+_SCORES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "CodeGenAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
-    "DiffLlamaAttention": _diff_llama,
-    "FalconAttention": _falcon,
     "GPTJAttention": _computes_scores(lambda module: 1 / float(module.scale_attn)),
     "GPTNeoXJapaneseAttention": _computes_scores(lambda module: 1 / float(module.norm_factor)),
     "GPTNeoSelfAttention": _computes_scores(lambda module: 1.0),
+}
+_ADAPTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **_SCORES,
+    "BloomAttention": _bloom,
+    "DiffLlamaAttention": _diff_llama,
+    "FalconAttention": _falcon,
     "MptAttention": _mpt,
     "NemotronAttention": _forwards_keywords,
     "StableLmAttention": _forwards_keywords,

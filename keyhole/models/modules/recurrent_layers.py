@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.cache.argument import cache_name
 from keyhole.cache.recurrent_state import LayerState, RecurrentState, States
 from keyhole.config import EngineConfig
 from keyhole.errors import ConfigError, ModelError
@@ -178,7 +179,7 @@ def _parameters(cls: type[nn.Module]) -> dict[str, inspect.Parameter]:
 
 def _keyword(cls: type[nn.Module]) -> str:
     """The parameter of a module's forward that gets the cache."""
-    return "cache_params" if "cache_params" in _parameters(cls) else "past_key_values"
+    return cache_name(_parameters(cls))
 
 
 def _required(cls: type[nn.Module]) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
     TENSOR_PROCESSORS,
@@ -80,8 +81,10 @@ def require_packages() -> None:
 
 def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that load the blocks of a GGUF file as plain numbers."""
-    number = _number(found.config, dtype)
-    return {"dtype": number, "quantization_config": GgufConfig(dequantize=True)}
+    options = {"dtype": _number(found.config, dtype)}
+    if hasattr(transformers, "GgufConfig"):  # transformers 5.16 unpacks every file
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return options
 
 
 def complete(config: Any, path: Path) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
 from keyhole import kernels
+from keyhole.cache.argument import cache_argument
 from keyhole.errors import NumericalError
 from keyhole.kernels.selection import Selection
 from keyhole.retrieval.draft import DraftLayer
@@ -203,9 +204,8 @@ def soft_selection_logits(network: nn.Module, targets: TeacherTargets, logs: Ten
     with attending_by(target, NAME):
         out = target(
             input_ids=targets.token_ids[None, start:],
-            past_key_values=before,
             use_cache=True,
-            **{NAME: _SoftSelection(logs, targets.rows)},
+            **{cache_argument(target): before, NAME: _SoftSelection(logs, targets.rows)},
         )
     if not out.logits.isfinite().all():
         raise NumericalError(f"with gates the model computes NaN for a text of {length} tokens")

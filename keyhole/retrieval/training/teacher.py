@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
+from keyhole.cache.argument import cache_argument
 from keyhole.errors import ConfigError, NumericalError
 
 #: Name of our function in transformers' table.
@@ -131,9 +132,9 @@ class Teacher:
             token_ids,
             record,
             use_cache=keep_cache,
-            past_key_values=cache,
             output_hidden_states=True,
             logits_to_keep=kept if logit_steps else rows[:1],
+            **{cache_argument(network): cache},
         )
         if record.total is None:
             raise ConfigError(

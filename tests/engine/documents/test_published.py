@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from keyhole import LLM
+from keyhole.cache.argument import cache_argument
 from tests.engine.documents.asking import KINDS, LENGTHS, TEXTS, ask, llms, tokens
 
 __all__ = ["llms"]
@@ -27,8 +28,9 @@ def keys_and_values(model: Any, ids: list[int], first: int, layer: int) -> tuple
     """Of a layer, each [T, Hkv * D], after a prefill from position `first` on."""
     past = DynamicCache(config=model.config)
     places = torch.arange(first, first + len(ids))[None]
+    given = {cache_argument(model): past}
     with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), position_ids=places, past_key_values=past)
+        model(input_ids=torch.tensor([ids]), position_ids=places, **given)
     found = past.layers[layer]
     return tuple(x[0].transpose(0, 1).flatten(1).double() for x in (found.keys, found.values))
 
