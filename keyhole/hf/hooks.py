@@ -27,6 +27,7 @@ from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
 from keyhole.hf.paged_cache import OPTIONS, PagedCache, columns, full, present, spread, unsupported
+from keyhole.models.attention import NAME
 from keyhole.models.batch import Batch, PassThrough
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy
@@ -189,6 +190,8 @@ class Hooks:
             value = getattr(network.config, name, None) if value is None else value
             if value is not None and value is not False:
                 raise unsupported(f"{name} ({reason})")
+        if network.config._attn_implementation != NAME:
+            raise unsupported("set_attn_implementation; call it before the block")
         if network.training:
             raise unsupported("training mode; call model.eval() first")
         if torch.is_grad_enabled():

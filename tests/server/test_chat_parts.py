@@ -120,6 +120,7 @@ XML_FUNCTIONS: Any = {
         },
         "$defs": {"Model": {"properties": {"k": {"type": "integer"}}, "type": "object"}},
     },
+    "r": {"$ref": "#/$defs/R", "$defs": {"R": {"properties": {"n": {"type": "integer"}}}}},
 }
 XML_REPLIES: list[tuple[str, str, Calls]] = [
     ("no call <tool at all", "no call <tool at all", []),
@@ -149,6 +150,15 @@ XML_REPLIES: list[tuple[str, str, Calls]] = [
         [("p", '{"n": 3, "e": 1, "m": {"k": 3}, "s": "4"}')],
     ),
     ("<function=p><parameter=n>None</parameter></function>", "", [("p", '{"n": null}')]),
+    # A text with the end of an element in it was cut off there, and the call had no end.
+    (
+        "<function=f><parameter=a>\n<parameter=n>\n1</parameter>, 2\n</parameter>\n"
+        "<parameter=n>\n3\n</parameter>\n</function>",
+        "",
+        [("f", '{"a": "<parameter=n>\\n1</parameter>, 2", "n": 3}')],
+    ),
+    # The schema of all parameters is a name, as pydantic writes it for a recursive model.
+    ("<function=r><parameter=n>3</parameter></function>", "", [("r", '{"n": 3}')]),
     # JSON has no such number.
     ("<function=f><parameter=n>1e999</parameter></function>", "", [("f", '{"n": "1e999"}')]),
     ("<tool_call>\n<function=f>\n<parameter=a>\nx", "", [("f", "")]),

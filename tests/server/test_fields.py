@@ -204,6 +204,21 @@ def test_messages_are_tokenized_as_a_chat(address: str, llm: LLM) -> None:
         assert "prompt or messages" in answer.json()["error"]["message"]
 
 
+XML_PARAMETERS: dict[str, Any] = {
+    "properties": {
+        "code": {"type": "string"},
+        "n": {"type": "integer"},
+        "o": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Number"}}, {"type": "null"}]},
+        "c": {"$ref": "#/$defs/Color"},
+    },
+    "required": ["code"],
+    "$defs": {
+        "Number": {"type": "integer"},
+        "Color": {"enum": ["red", "blue"], "type": "string"},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("text", "fits"),
     [
@@ -219,15 +234,50 @@ def test_messages_are_tokenized_as_a_chat(address: str, llm: LLM) -> None:
     ],
 )
 def test_a_forced_call_of_elements_fits_its_schema(llm: LLM, text: str, fits: bool) -> None:
-    number, color = {"type": "integer"}, {"enum": ["red", "blue"], "type": "string"}
-    properties = {
-        "code": {"type": "string"},
-        "n": number,
-        "o": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Number"}}, {"type": "null"}]},
-        "c": {"$ref": "#/$defs/Color"},
+    assert_call(llm, XML_PARAMETERS, text, fits)
+
+
+XML_TEXTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"const": "a b"}, ["a b"], ["a", "x"]),
+    ({"type": "string", "maxLength": 3}, ["", "äöü", "a\nb"], ["abcd"]),
+    ({"type": "string", "minLength": 2}, ["ab", "</parameter>"], ["", "a"]),
+    (
+        {"type": "string", "pattern": "^[a-z]+$|^0/|\\\\|9$"},
+        ["ab", "0/x", "1\\2", "89"],
+        ["1", "A"],
+    ),
+    ({"type": "string", "pattern": "[0-9]", "maxLength": 2}, ["a1", "1"], ["ab", "a12"]),
+    ({"type": "string", "pattern": r"^\d[\d\-|\]]*$"}, ["1-2", "1|]"], ["٣", "1٣", "1\\"]),
+    ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, ["a", "b"], ["c", "null"]),
+    ({"anyOf": [{"enum": ["one"]}, {"pattern": "^[0-9]$"}]}, ["one", "1"], ["two"]),
+    ({"allOf": [{"$ref": "#/$defs/Short"}], "description": "a code"}, ["xy"], ["xyz"]),
+    ({"$ref": "#/properties/p/items"}, ["3"], ["x"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/Short"}}, ['["a"]'], ['["abc"]', "a"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "wrong"), XML_TEXTS)
+def test_a_parameter_written_as_text_keeps_the_limits_of_its_schema(
+    llm: LLM, schema: dict[str, Any], good: list[str], wrong: list[str]
+) -> None:
+    """Any text was allowed unless the schema was an enum itself, and a `$ref` to anything but a
+    definition was refused as invalid.
+    """
+    parameters = {
+        "properties": {"x": schema, "p": {"type": "array", "items": {"type": "integer"}}},
+        "required": ["x"],
+        "$defs": {"Short": {"type": "string", "maxLength": 2}},
     }
-    parameters = {"properties": properties, "required": ["code"]}
-    parameters |= {"$defs": {"Number": number, "Color": color}}
+    named = {"$ref": "#/$defs/Whole", "$defs": {"Whole": parameters, **parameters["$defs"]}}
+    for text, fits in [*((one, True) for one in good), *((one, False) for one in wrong)]:
+        element = f"<parameter=x>\n{text}\n</parameter>\n"
+        assert_call(llm, parameters, element, fits)
+        if "#/properties" not in str(schema):  # of a recursive model the whole is a name, too
+            assert_call(llm, named, element, fits)
+
+
+def assert_call(llm: LLM, parameters: dict[str, Any], text: str, fits: bool) -> None:
+    """Whether a call with this text inside is one that the grammar allows."""
     tool = {"name": "run", "parameters": parameters}
     rule = CallRules(QWEN3_CODER, {}).calls([tool], several=False)
     state = llm.engine.grammars.start(grammar_of(rule))

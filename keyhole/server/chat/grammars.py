@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from keyhole.grammar import JSON_WHITESPACE
-from keyhole.server.chat.parameters import choices, is_text, with_definitions
+from keyhole.server.chat.parameters import choices, is_text, members, texts, with_definitions
 from keyhole.server.chat.reply import Markers
 from keyhole.server.chat.tool_parser import ToolFormat
 from keyhole.server.errors import ApiError
@@ -22,7 +22,11 @@ _CONSTRAINTS = {
     "json": "a JSON schema",
     "regex": "a regular expression as text",
 }
-_XML_TEXT = r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/"
+#: What these mean in a schema's pattern: ASCII, as in JavaScript.
+_ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+#: The end of an element, which a text ends before: in a rule, and in a regular expression.
+_XML_END = json.dumps("\n</parameter>\n")
+_XML_LAST = r"\n<\/parameter>\n"
 
 
 def answer_rule(
@@ -95,7 +99,8 @@ class CallRules:
     ) -> str:
         """One or several calls of these functions; is_begun: after the marker."""
         given = self._format
-        one = "(" + " | ".join(self._call(tool) for tool in tools) + ")"
+        terms: dict[str, str] = {}  # of texts: the expression -> its name
+        one = "(" + " | ".join(self._call(tool, terms) for tool in tools) + ")"
         if given.is_bare:
             return one
         begin = marker_term(given.begin, self._special)
@@ -106,8 +111,8 @@ class CallRules:
         line = r'"\n"' if given.end else ""
         end = f"{line} {marker_term(given.end, self._special)}" if given.end else ""
         more = rf'("\n"? {begin} {line} {one} {end})*' if several else ""
-        terms = f"\n{_XML_TEXT}" if given.is_xml else ""
-        return f"{first} {line} {one} {end} {more}{terms}"
+        rules = "".join(f"\n{name}[lazy]: {term}" for term, name in terms.items())
+        return f"{first} {line} {one} {end} {more}{rules}"
 
     def free(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """Any text, optionally followed by calls."""
@@ -122,9 +127,9 @@ class CallRules:
         text = rf"/(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
         return f"TEXT | before {behind}\nTEXT: {text}\nbefore[lazy]: /(?s:.*){marker}/"
 
-    def _call(self, tool: Mapping[str, Any]) -> str:
+    def _call(self, tool: Mapping[str, Any], terms: dict[str, str]) -> str:
         if self._format.is_xml:
-            return _xml_call(tool["name"], tool.get("parameters") or _ANY_OBJECT)
+            return _xml_call(tool["name"], tool.get("parameters") or _ANY_OBJECT, terms)
         name, arguments = tool["name"], _json(tool.get("parameters") or _ANY_OBJECT)
         if self._format.is_named:
             return f"{json.dumps(name)} {marker_term('[ARGS]', self._special)} {arguments}"
@@ -132,25 +137,73 @@ class CallRules:
         return f'{json.dumps(head)} {arguments} "}}"'
 
 
-def _xml_call(name: str, parameters: Mapping[str, Any]) -> str:
-    """A call with its parameters in the order of the schema."""
-    required, rules = parameters.get("required") or (), []
-    for parameter, schema in (parameters.get("properties") or {}).items():
+def _xml_call(name: str, parameters: Mapping[str, Any], terms: dict[str, str]) -> str:
+    """A call with its parameters in the order of the schema; adds what it needs to `terms`."""
+    whole, rules = members(parameters), []
+    required = whole.get("required") or ()
+    for parameter, schema in (whole.get("properties") or {}).items():
         begin = json.dumps(f"<parameter={parameter}>\n")
         rules.append(
-            f"({begin} {_xml_value(schema, parameters)})" + ("" if parameter in required else "?")
+            f"({begin} {_xml_value(schema, parameters, terms)})"
+            + ("" if parameter in required else "?")
         )
     begin = json.dumps(f"<function={name}>\n")
     return f'{begin} {" ".join(rules)} "</function>"'
 
 
-def _xml_value(schema: Any, parameters: Mapping[str, Any]) -> str:
+def _xml_value(schema: Any, parameters: Mapping[str, Any], terms: dict[str, str]) -> str:
     """A string as it is, anything else as JSON, then the end of the element."""
-    end = json.dumps("\n</parameter>\n")
     if not is_text(schema, parameters):
-        return f"{_json(with_definitions(schema, parameters))} {end}"
-    texts = choices(schema, parameters)
-    return f"({' | '.join(map(json.dumps, texts))}) {end}" if texts else "xml_text"
+        return f"{_json(with_definitions(schema, parameters))} {_XML_END}"
+    found = texts(schema, parameters)
+    listed = [choices(one) for one in found]
+    if found and None not in listed:
+        every = dict.fromkeys(text for some in listed for text in some or ())
+        return f"({' | '.join(map(json.dumps, every))}) {_XML_END}"
+    # One term up to the end of the element, as a lexer would read over an end that is a term.
+    limited = [_limited(one) for one in found]
+    if not found or "" in limited:
+        term = rf"/(?s:.*){_XML_LAST}/"
+    else:
+        # A text too short for its schema must not go on after what looks like its end.
+        within = r"~/(?s:.*)\n<\/parameter>(?s:.*)/"
+        term = f"(({' | '.join(f'({one})' for one in limited)}) & {within}) /{_XML_LAST}/"
+    return terms.setdefault(term, f"xml_text_{len(terms)}")
+
+
+def _limited(schema: Mapping[str, Any]) -> str:
+    """The texts of a schema, as a term; "" if any text will do."""
+    listed = choices(schema)
+    if listed is not None:
+        return " | ".join(map(json.dumps, listed))
+    least, most, pattern = (schema.get(name) for name in ("minLength", "maxLength", "pattern"))
+    found = []
+    if least or most is not None:
+        found.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+    if isinstance(pattern, str):
+        found.append(_regex("|".join(f"(?:{one})" for one in _branches(pattern))))
+    return " & ".join(found)
+
+
+def _branches(pattern: str) -> list[str]:
+    """The alternatives of a schema's pattern, each as one that the whole text matches."""
+    branches, depth, in_class = [""], 0, False
+    for part in re.findall(r"(?s:\\?.)", pattern):
+        if in_class or part == "[":
+            in_class = part != "]"
+        elif part in "()":
+            depth += 1 if part == "(" else -1
+        elif part == "|" and not depth:
+            branches.append("")
+            continue
+        digits = _ASCII.get(part)
+        branches[-1] += part if digits is None else digits if in_class else f"[{digits}]"
+    found = []
+    for branch in branches:
+        is_end = re.search(r"(?<!\\)(?:\\\\)*\$$", branch) is not None
+        first, last = "" if branch.startswith("^") else "(?s:.*)", "" if is_end else "(?s:.*)"
+        found.append(f"{first}{branch.removeprefix('^')[: -1 if is_end else None]}{last}")
+    return found
 
 
 def grammar_of(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.errors import UnknownNameError
-from keyhole.server.chat.parameters import is_text
+from keyhole.server.chat.parameters import is_text, members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,10 @@ _MARKS = (*_MARKERS, "</tool_call>")
 _START = re.compile("|".join(_MARKERS))
 _BETWEEN_XML = re.compile(r"\s*(?:</?tool_call>\s*)*")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+#: A value may have the text of its end, which then is not followed by what follows an element.
+_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*<(?:parameter=|/function>))", re.DOTALL
+)
 _END = "</function>"
 #: Values that templates show as Python does, as JSON.
 _AS_PYTHON = {"true": "true", "false": "false", "none": "null"}
@@ -358,7 +361,7 @@ class XmlToolCallParser(CallParser):
 
 def _as_json(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     """The value of a parameter in the type of its schema, as JSON; a string if it is no such."""
-    if not is_text((parameters.get("properties") or {}).get(name), parameters):
+    if not is_text((members(parameters).get("properties") or {}).get(name), parameters):
         with suppress(ValueError, RecursionError):  # not JSON, such as NaN, or nested too deeply
             value = json.loads(_AS_PYTHON.get(text.lower(), text))
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
