@@ -303,10 +303,15 @@ def default_dense(geometry: Geometry) -> tuple[int, ...]:
 
 
 def check_dense(dense: tuple[int, ...], geometry: Geometry) -> tuple[int, ...]:
-    """The dense layers in order; ConfigError unless all are full-attention layers of the model."""
+    """The dense layers in order.
+
+    ConfigError unless all are full-attention layers of the model, and others are left to methods.
+    """
     usable = geometry.full_attention
     good = all(is_count(layer, 0) and layer in usable for layer in dense)
     require(good, "dense_layers", dense, f"full-attention layers, of {usable}")
+    fewer = f"fewer layers than {usable}: every policy would be full attention"
+    require(set(dense) != set(usable), "dense_layers", dense, fewer)
     return tuple(sorted(set(dense)))
 
 

@@ -351,8 +351,9 @@ def evaluate(
     """
     # Prompts that are no longer needed must not count as memory in use.
     config = EngineConfig(max_batch=settings.batch, prefix_cache=False, kv_dtype=settings.kv_dtype)
-    if settings.dense_layers is not None:
-        check_dense(settings.dense_layers, model.geometry(config.page_size))
+    if settings.terms in (Equal.name, Tuned.name):
+        geometry, dense = model.geometry(config.page_size), settings.dense_layers
+        check_dense(default_dense(geometry) if dense is None else dense, geometry)
     copies = shared_prompts(settings)
     grid = EvalGrid(
         workloads=make_workloads(tasks, settings.text, model, settings.first_seed),

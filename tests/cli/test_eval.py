@@ -254,6 +254,10 @@ def test_the_bundled_model_has_a_text_of_its_own(run: Run, text: str, tmp_path: 
             "trials 4 must be left out, or combined with --terms",
         ),
         (("--terms", "equal", "--dense-layers", "9"), "dense_layers (9,) must be full-attention"),
+        (
+            ("--terms", "equal", "--dense-layers", "0,1,2,3"),
+            "dense_layers (0, 1, 2, 3) must be fewer layers than (0, 1, 2, 3): every policy would",
+        ),
         (("--terms", "equal", "--window", "0"), "window 0 must be at least 1 token"),
         (("--first-seed", "-1"), "first_seed -1 must be at least 0"),
         (("--setup", ","), "setup () must be one of ('prompt', 'question'), or both"),

@@ -56,22 +56,30 @@ def test_nothing_exceeds_the_best_and_a_budget_of_the_length_is_left_out(
     assert all(0 < c.recall <= best_of[c.budget] for c in heads)
 
 
-def line(**recall: float) -> dict[str, Any]:
+def line(**recalls: list[float]) -> dict[str, Any]:
     results = [
-        {"chooser": name, "length": length, "budget": 64, "recall": value, "texts": 1}
-        for name, value in recall.items()
+        {"chooser": name, "length": length, "budget": 64, "recalls": values}
+        for name, values in recalls.items()
         for length in (512, 1024)
     ]
     return {"date": "2026-01-01", "settings": {"model": "tiny"}, "results": results}
 
 
-def test_a_head_that_is_not_above_the_window_is_marked() -> None:
-    text = head_table.tables(line(good=0.6, bad=0.505, window=0.5, best=0.7))
+def test_a_head_has_the_interval_of_its_gain_over_the_window_text_by_text() -> None:
+    window = [0.3, 0.5, 0.7]
+    text = head_table.tables(
+        line(
+            good=[0.4, 0.6, 0.8],  # ten points more in every text, though texts differ by more
+            even=[0.2, 0.5, 0.8],
+            window=window,
+            best=[0.5, 0.7, 0.9],
+        )
+    )
     assert text.splitlines() == [
         "| budget 64 | 512 | 1,024 |",
         "| --- | --- | --- |",
-        "| good | 60.0 | 60.0 |",
-        "| bad | 50.5* | 50.5* |",
+        "| good | 60.0 (+10.0 to +10.0) | 60.0 (+10.0 to +10.0) |",
+        "| even | 50.0 (-10.0 to +10.0) | 50.0 (-10.0 to +10.0) |",
         "| window | 50.0 | 50.0 |",
         "| best | 70.0 | 70.0 |",
     ]
@@ -96,5 +104,5 @@ def test_right_answers_stand_in_a_row_per_policy_and_share() -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    head_table.picture(line(good=0.6, window=0.5, best=0.7), tmp_path / "recall.png")
+    head_table.picture(line(good=[0.6], window=[0.5], best=[0.7]), tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")

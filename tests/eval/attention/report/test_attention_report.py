@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.attention import markdown
+from benchmarks.results_page.text import written
 from keyhole.cli.common.terminal import PAGE
 from keyhole.eval.attention import pictures, tables
 
@@ -162,7 +162,8 @@ def test_tables_have_the_random_twin_next_to_the_model() -> None:
         for weights in ("trained", "random")
     ]
     assert len(equal.overlaps) == 2
-    assert markdown(masses).splitlines()[1] == "| :-- |" + " --: |" * 7
+    table = written(masses.heads, masses.rows, masses.left)
+    assert table.splitlines()[1] == "|:--|" + "--:|" * 7
 
 
 @pytest.mark.slow
