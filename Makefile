@@ -155,7 +155,7 @@ package: ## sdist and wheel in dist/, checked as a package index would
 # The workflows install nothing else. It needs uv (pip install uv); COMPILE="... --upgrade" for newer versions.
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
 CI_INPUT := --extra dev --excludes requirements/unlocked.in pyproject.toml requirements/ci.in
-OLDEST_TRANSFORMERS := 5.16.1
+OLDEST_TRANSFORMERS := 5.22.0
 lock: ## requirements/*.txt: exact versions with hashes, for the workflows
 	@$(COMPILE) $(CI_INPUT) --constraint constraints.txt -o requirements/ci.txt
 	@sed -e 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' -e '/^huggingface_hub==/d' constraints.txt | \
@@ -218,7 +218,9 @@ tiny-head: $(READY) ## trains its retrieval head and gate again
 
 tiny-draft: $(READY) ## trains the draft of "tiny-hops" and its head again
 	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --feature-layers 1,4,7 --unroll-steps 4 --attention-weight 0.5 \
-	  --tokens 2000000 --length 8192 --batch-tokens 2048 --num-queries 96 --output runs/hops-draft
+	  --tokens 2000000 --length 8192 --batch-tokens 2048 --num-queries 96 --output runs/hops-first
+	@.venv/bin/keyhole train-head --model tiny-hops --objective eagle --start runs/hops-first/keyhole-draft --unroll-steps 4 --attention-weight 1 \
+	  --learning-rate 0.005 --tokens 800000 --length 2048 --batch-tokens 2048 --num-queries 64 --output runs/hops-draft
 
 # -qq: errors only. --no-compile: Python compiles a module when it is first imported, which few of them ever are.
 # The kernels need no torch, so they are compiled while it is downloaded; the next line finds them ready.

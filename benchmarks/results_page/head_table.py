@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from keyhole import drawing
 from keyhole.drawing import FAINT, INK
+from keyhole.eval.comparisons import gain
 from keyhole.eval.verify import BEST, WINDOW
 
 #: The files in benchmarks/results/ of `python -m benchmarks.head_recall` and head_tasks.
 Line = dict[str, Any]
 
 _COLORS = ("#0b6e75", "#e08e4f", "#7a5ea8", "#b03a48", "#4c8c4a", "#2f6fb0")
-#: A head is marked if its recall exceeds the window's by less than this many points.
-_CLEAR = 0.01
 
 
 def tables(line: Line) -> str:
     """A table per budget: a row per selector, a column per length, percent of the attention.
 
-    A star marks a head that is less than `_CLEAR` points above the window.
+    A head has the 95 % interval of its gain over the window, in points, paired by text, if the
+    line has the recall of each text.
     """
-    cells = {(c["chooser"], c["budget"], c["length"]): c["recall"] for c in line["results"]}
+    cells = {(c["chooser"], c["budget"], c["length"]): _recalls(c) for c in line["results"]}
     names = list(dict.fromkeys(c["chooser"] for c in line["results"]))
     parts = []
     for budget in sorted({budget for _, budget, _ in cells}):
@@ -31,11 +33,22 @@ def tables(line: Line) -> str:
         rows = [heads, ["---"] * len(heads)]
         for name in names:
             found = [(cells[name, budget, n], cells[WINDOW, budget, n]) for n in lengths]
-            low = [name not in (WINDOW, BEST) and own < window + _CLEAR for own, window in found]
-            marks = zip(found, low, strict=True)
-            rows.append([name, *(f"{100 * own:.1f}{'*' * bad}" for (own, _), bad in marks)])
+            rows.append([name, *(_cell(own, window, name) for own, window in found)])
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _recalls(cell: Line) -> list[float]:
+    """Of each text; lines before 2026-11-30 have the mean alone."""
+    return list(cell.get("recalls") or [cell["recall"]])
+
+
+def _cell(own: Sequence[float], window: Sequence[float], name: str) -> str:
+    mean = f"{100 * statistics.fmean(own):.1f}"
+    if name in (WINDOW, BEST) or len(own) == 1:
+        return mean
+    difference = gain(own, window)
+    return f"{mean} ({100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
 
 
 def tasks(line: Line) -> str:
@@ -65,7 +78,7 @@ def picture(line: Line, path: str | Path) -> None:
         for axis, budget in zip(axes[0], budgets, strict=True):
             for number, name in enumerate(names):
                 own = sorted(
-                    (c["length"], c["recall"])
+                    (c["length"], statistics.fmean(_recalls(c)))
                     for c in results
                     if (c["chooser"], c["budget"]) == (name, budget)
                 )

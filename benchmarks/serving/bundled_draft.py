@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import time
 from typing import Any
 
@@ -91,8 +92,8 @@ def opened(system: str, token_budget: int, arguments: argparse.Namespace) -> LLM
 
 
 def decode(llm: LLM, task: str, length: int, items: int) -> dict[str, Any]:
-    """One request after the other: tokens per step over all of them, and tokens per second."""
-    tokens, right, steps, seconds = 0, 0, 0.0, 0.0
+    """One request after the other: tokens per step of each, and tokens per second of all."""
+    accepted, tokens, right, seconds = [], 0, 0, 0.0
     for seed in range(items):
         item = make(task, length, seed)
         answer = item.answer.split()
@@ -102,27 +103,26 @@ def decode(llm: LLM, task: str, length: int, items: int) -> dict[str, Any]:
         found = llm.generate(prompt, SamplingParams(max_tokens=len(answer) - given))
         stats = found.stats
         seconds += time.perf_counter() - begin - (stats.ttft_ms or 0) / 1e3
-        tokens += stats.generated_tokens
+        tokens += stats.generated_tokens - 1  # the first one comes with the prompt
         right += found.text.split() == answer[given:]
-        # The first token comes with the prompt.
-        steps += (stats.generated_tokens - 1) / (stats.accepted_length or 1.0)
-    made = tokens - items
+        accepted.append(stats.accepted_length or 1.0)
     return {
         "task": task,
         "length": length,
         "items": items,
         "right": right,
-        "accepted_length": made / steps,
-        "tokens_per_second": made / seconds,
+        "accepted_lengths": accepted,
+        "tokens_per_second": tokens / seconds,
     }
 
 
 def told(result: dict[str, Any]) -> str:
     """One result as a line of text."""
+    accepted = statistics.fmean(result["accepted_lengths"])
     return (
         f"{result['length']:6,} {result['task']:10} 1/{result['share']} {result['system']:34} "
-        f"{result['accepted_length']:.2f} tokens a step, {result['tokens_per_second']:6.1f} "
-        f"tokens/s, {result['right']} of {result['items']} right"
+        f"{accepted:.2f} tokens a step, {result['tokens_per_second']:6.1f} tokens/s, "
+        f"{result['right']} of {result['items']} right"
     )
 
 

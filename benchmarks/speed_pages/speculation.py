@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.results_page.text import written
 from benchmarks.speed_pages import tables
+from keyhole.eval.attention.tables import estimate
 
 Line = dict[str, Any]
 
@@ -26,10 +27,10 @@ def own_drafts(lines: Sequence[Line]) -> list[str]:
         "## The small models with their own drafts",
         "EAGLE-3 drafts that were trained on these models propose "
         f"{whole[-1]['settings']['num_draft_tokens']} tokens, all of which are checked by real "
-        "steps; the texts are\ntasks of their own language. Tokens per step, and in brackets "
-        "tokens/s by those of `full` without a draft,\none system after the other. Steps of these "
-        "models cost little more than those of a draft, so tokens/s say\nnothing about large "
-        "models:",
+        "steps; the texts are\ntasks of their own language. Tokens per step with their 95 % "
+        "interval over texts, in brackets tokens/s\nby those of `full` without a draft, one system "
+        "after the other, and how many answers are right where not all\nare. Steps of these models "
+        "cost little more than those of a draft, so tokens/s say nothing about large models:",
     ]
     for name, line in newest.items():
         parts += _of_model(name, line)
@@ -55,7 +56,11 @@ def _of_model(name: str, line: Line) -> list[str]:
 def _own(found: dict[Any, Line], task: str, length: int, system: str) -> str:
     one, full = found[task, length, system], found[task, length, "full"]
     ratio = one["tokens_per_second"] / full["tokens_per_second"]
-    return f"{one['accepted_length']:.2f} ({ratio:.2f})"
+    # Lines before 2026-11-30 have the mean over texts alone.
+    accepted = estimate(one.get("accepted_lengths") or [one["accepted_length"]])
+    wrong = f", {one['right']} of {one['items']} right" if one["right"] < one["items"] else ""
+    margin = "" if accepted.half is None else f" ± {accepted.half:.2f}"
+    return f"{accepted.mean:.2f}{margin} ({ratio:.2f}){wrong}"
 
 
 def section(lines: Sequence[Line]) -> list[str]:

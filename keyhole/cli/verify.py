@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     head = _head(model, texts)
     if arguments.json:
         found = [vars(check) | {"passed": check.passed} for check in checks]
-        recall = None if head is None else [vars(cell) for cell in head[1]]
+        cells = None if head is None else [vars(cell) | {"recall": cell.recall} for cell in head[1]]
         error = None if packing is None else vars(packing) | {"change": packing.change}
-        facts = {"passed": passed, "checks": found, "head_recall": recall, "weight_error": error}
+        facts = {"passed": passed, "checks": found, "head_recall": cells, "weight_error": error}
         print(terminal.to_json({**about, **facts}))
         return 0 if passed else 1
     print(", ".join(f"{name} {value}" for name, value in about.items()))

@@ -20,6 +20,7 @@ selection and of its budget, as in SpeContext. Two selections need no head:
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,13 +303,20 @@ class RecallText:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallCell:
-    """Mean recall of one selection over texts of one length."""
+    """The recall of one selection in texts of one length.
+
+    recalls: in the order of the texts.
+    """
 
     chooser: str
     length: int
     budget: int
-    recall: float
-    texts: int
+    recalls: tuple[float, ...]
+
+    @property
+    def recall(self) -> float:
+        """The mean; every text has the same weight."""
+        return statistics.fmean(self.recalls)
 
 
 @torch.no_grad()
@@ -318,7 +326,7 @@ def measure_recall(
     texts: Mapping[int, Sequence[RecallText]],
     budgets: Iterable[int],
 ) -> list[RecallCell]:
-    """A cell for each selection, length and smaller budget; every text has the same weight.
+    """A cell for each selection, length and smaller budget.
 
     texts: by length. Works whether or not the model was loaded for the engine.
     """
@@ -349,8 +357,7 @@ def measure_recall(
             chooser=name,
             length=length,
             budget=budget,
-            recall=round(sum(shares) / len(shares), 4),
-            texts=len(shares),
+            recalls=tuple(round(share, 4) for share in shares),
         )
         for (name, length, budget), shares in found.items()
     ]

@@ -60,10 +60,10 @@ def decode_line(**more: Any) -> dict[str, Any]:
 
 
 def test_a_draft_stands_beside_full_attention_and_only_the_newest_line_counts() -> None:
-    def drafted(date: str, tokens_per_step: float, **settings: Any) -> dict[str, Any]:
-        of = {"task": "walk", "length": 2048, "right": 4}
-        plain = {"system": "full", "accepted_length": 1.0, "tokens_per_second": 100.0}
-        fast = {"system": "full+eagle3", "accepted_length": tokens_per_step}
+    def drafted(date: str, *accepted: float, **settings: Any) -> dict[str, Any]:
+        of = {"task": "walk", "length": 2048, "items": 4}
+        plain = {"system": "full", "accepted_lengths": [1.0] * 4, "right": 4}
+        fast = {"system": "full+eagle3", "accepted_lengths": accepted, "right": 3}
         return {
             "date": f"{date}T03:04:05",
             "commit": "abc",
@@ -85,17 +85,21 @@ def test_a_draft_stands_beside_full_attention_and_only_the_newest_line_counts() 
                 "written": 128,
             }
             | settings,
-            "results": [of | plain, of | fast | {"tokens_per_second": 150.0}],
+            "results": [
+                of | plain | {"tokens_per_second": 100.0},
+                of | fast | {"tokens_per_second": 150.0},
+            ],
         }
 
     lines = [
         drafted("2026-01-01", 2.0),
-        drafted("2026-01-02", 3.0),
+        drafted("2026-01-02", 2.0, 3.0, 3.0, 4.0),
         drafted("2026-01-03", 4.0, systems=["full+eagle3"]),
         drafted("2026-01-04", 4.0, shares=[4, 8]),
     ]
     text = "\n".join(speculation.own_drafts(lines))
-    assert "| `walk` | 2,048 | 3.00 (1.50) |" in text
+    # Student's interval of 2, 3, 3 and 4: 3.182 times .816 / 2.
+    assert "| `walk` | 2,048 | 3.00 ± 1.30 (1.50), 3 of 4 right |" in text
     assert "2026-01-02" in text
     assert "2026-01-01" not in text
     assert speculation.own_drafts(lines[2:]) == []
