@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx2
 import pytest
+import transformers
+from packaging.version import Version
 from pydantic import TypeAdapter, ValidationError
 
 from keyhole import LLM, RequestError
@@ -194,6 +196,10 @@ def test_one_error_is_enough_for_a_prompt() -> None:
     assert error.value.error_count() == 4
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers 5.22 reads values that are nested so deeply",
+)
 def test_values_that_are_nested_too_deeply_are_refused(address: str) -> None:
     """They were status 500."""
     deep: Any = 1
