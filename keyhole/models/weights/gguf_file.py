@@ -81,7 +81,7 @@ def require_packages() -> None:
 
 def plain(found: ModelFiles, dtype: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that load the blocks of a GGUF file as plain numbers."""
-    options = {"dtype": _number(found.config, dtype)}
+    options: dict[str, Any] = {"dtype": _number(found.config, dtype)}
     if hasattr(transformers, "GgufConfig"):  # transformers 5.16 unpacks every file
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return options
