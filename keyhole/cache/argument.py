@@ -33,5 +33,5 @@ def _argument(forward: Any) -> str:
 
 
 def cache_name(names: Collection[str]) -> str:
-    """The one of these names that stands for a cache; what all versions understand if none does."""
+    """The name of the cache among these; "past_key_values", which all versions take, if none is."""
     return next((name for name in CACHE_NAMES if name in names), "past_key_values")

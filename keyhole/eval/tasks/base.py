@@ -124,9 +124,7 @@ def require_sample(length: object, seed: object) -> None:
 class TaskAtDepth(Task):
     """A task whose answer stands at one position of the context, which users can choose."""
 
-    depth: float | None = setting(
-        None, "position of what is asked for, from 0 to 1; None: anywhere"
-    )
+    depth: float | None = setting(None, "position of the answer, from 0 to 1; None: anywhere")
 
     def __post_init__(self) -> None:
         good = self.depth is None or (is_number(self.depth) and 0 <= self.depth <= 1)
