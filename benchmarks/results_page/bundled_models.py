@@ -24,15 +24,22 @@ _COLUMNS = (FULL, ORACLE, RECENT, RANDOM)
 
 
 def tasks_section(lines: Sequence[Line]) -> list[str]:
-    """A row per model, task and length that all columns were measured for; empty without one."""
+    """A row per model, task and length; empty without one.
+
+    All columns were measured for a row, but if full attention alone shows that it cannot tell.
+    """
     found: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
         place = line["model"], line["task"], line["length"]
         found.setdefault(place, {})[line["control"] or line["policy"]] = line
-    whole = {at: row for at, row in found.items() if row.keys() >= set(_COLUMNS)}
+    whole = {
+        at: row
+        for at, row in found.items()
+        if row.keys() >= set(_COLUMNS) or (FULL in row and row[FULL]["score"] < _LEAST)
+    }
     if not whole:
         return []
-    line = next(iter(whole.values()))[ORACLE]
+    line = next(iter(whole.values()))[FULL]
     return [
         "## Which tasks can tell",
         paragraph(
@@ -52,6 +59,8 @@ def tasks_section(lines: Sequence[Line]) -> list[str]:
 
 def _tells(row: dict[str, Line]) -> bool:
     """Whether the lines of a task, by what was read, pass all four bars."""
+    if not row.keys() >= set(_COLUMNS):
+        return False
     right = min(row[name]["score"] for name in (FULL, ORACLE))
     chance = max(row[name]["score"] for name in (RECENT, RANDOM))
     return bool(right >= _LEAST and chance <= _MOST)
@@ -60,7 +69,7 @@ def _tells(row: dict[str, Line]) -> bool:
 def _task_row(at: tuple[Any, ...], row: dict[str, Line]) -> list[str]:
     model, task, length = at
     generated = f"{row[FULL]['tokens_generated']:,.0f}"
-    shares = [_share(row[name]) for name in _COLUMNS]
+    shares = [_share(row.get(name)) for name in _COLUMNS]
     return [
         f"`{model}`",
         f"`{task}`",
@@ -71,7 +80,9 @@ def _task_row(at: tuple[Any, ...], row: dict[str, Line]) -> list[str]:
     ]
 
 
-def _share(line: Line) -> str:
+def _share(line: Line | None) -> str:
+    if line is None:
+        return "–"
     right = round(line["score"] * line["samples"])
     low, high = wilson(right, line["samples"])
     return f"{percent(line['score'])} ({percent(low)} to {percent(high)})"

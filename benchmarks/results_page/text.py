@@ -59,7 +59,10 @@ def folded(summary: str, *parts: str) -> str:
 
 def source(lines: Sequence[Mapping[str, Any]]) -> str:
     """Machines, versions, dates, commits and commands of stored lines, folded away."""
-    versions = lines[-1]["versions"]
+    versions = {
+        name: ", ".join(dict.fromkeys(line["versions"][name] for line in lines))
+        for name in ("torch", "transformers")
+    }
     machines = "; ".join(dict.fromkeys(line["machine"]["cpu"] for line in lines))
     commits = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
     days = sorted(str(line["date"])[:10] for line in lines)
