@@ -137,7 +137,7 @@ def _xglm(module: Any, past: PassThrough, hidden_states: Tensor, *_: Any, **__: 
         _heads(project(hidden_states), module.head_dim)
         for project in (module.q_proj, module.k_proj, module.v_proj)
     )
-    out, _ = attention(module, query, key, value, None, scaling=module.scaling, keyhole=past.batch)
+    out = attention(module, query, key, value, None, scaling=module.scaling, keyhole=past.batch)[0]
     return module.out_proj(out.flatten(2)), None
 
 
@@ -169,7 +169,7 @@ def _falcon(module: Any, past: PassThrough, hidden_states: Tensor, *_: Any, **na
     key, value = heads[..., -2, :], heads[..., -1, :]
     query, key = _rotate(module, query, key, named["position_embeddings"])
     scaling = float(module.inv_norm_factor)
-    out, _ = attention(module, query, key, value, None, scaling=scaling, keyhole=past.batch)
+    out = attention(module, query, key, value, None, scaling=scaling, keyhole=past.batch)[0]
     return module.dense(out.flatten(2)), None
 
 
@@ -190,7 +190,7 @@ def _diff_llama(
     query, key = _rotate(module, query, key, position_embeddings)
     halves = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [1, Hkv, T, 2 D]
     scaling = module.scaling
-    out, _ = attention(module, query, key, halves, None, scaling=scaling, keyhole=past.batch)
+    out = attention(module, query, key, halves, None, scaling=scaling, keyhole=past.batch)[0]
     first, second = out.chunk(2, 2)
     pairs = (module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2)
     gain = [torch.exp((a * b).sum(dtype=torch.float32)) for a, b in pairs]
@@ -203,10 +203,9 @@ def _rotate(
     module: Any, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Query and key rotated by the function that the module's family has for it."""
-    family = inspect.unwrap(type(module).__base__.forward).__globals__
-    rotated: tuple[Tensor, Tensor] = family["apply_rotary_pos_emb"](
-        query, key, *position_embeddings
-    )
+    family: Any = type(module).__base__
+    rotate = inspect.unwrap(family.forward).__globals__["apply_rotary_pos_emb"]
+    rotated: tuple[Tensor, Tensor] = rotate(query, key, *position_embeddings)
     return rotated
 
 
