@@ -62,7 +62,7 @@ class BestPages(Policy):
 
     def page_scores(self, layer: int, query: Tensor, step: Step) -> Tensor:
         """The score of each page, [B, H, P], for a list of pages per KV head or query head."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} must define page_scores")
 
     def resolve(self, geometry: Geometry) -> Self:
         """Checks that the budget holds a page, and the pages that are always read."""
