@@ -123,11 +123,10 @@ class KeptTokenTable:
         self._unpaged[slot] = -1
         self._dropped[slot] = self._lost[slot] = 0
 
-    def rows(
-        self, slots: Sequence[int], lengths: Sequence[int], device: torch.device
-    ) -> KeptTokenRows:
+    def rows(self, slots: Sequence[int], lengths: Sequence[int]) -> KeptTokenRows:
         """The view of one step: sequences in `slots`, of `lengths` tokens each."""
         both = list(zip(slots, lengths, strict=True))
+        device = self._ends.device
         index = torch.tensor(slots, device=device)
         return KeptTokenRows(
             kept=self._kept[:, index],

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keyhole.config import SCALE_BYTES
 from keyhole.errors import ConfigError
@@ -14,6 +15,37 @@ from keyhole.planner import LayerMemory, MemoryModel, buffer_tokens
 
 #: Bytes of a number, by the names that `--dtype` accepts.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def of_layer(config: Any, layer: int) -> Any:
+    """The sizes of one layer of a model: its config itself, or the part for this layer."""
+    return config.per_layer_config[layer] if layers_differ(config) else config
+
+
+def layers_differ(config: Any) -> bool:
+    """Whether sizes differ between layers; transformers before 5.22 has no such configs."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def kv_heads(config: Any, layer: int = 0) -> int:
+    """Hkv, the number of KV heads of a model's layer; with MLA those of the whole keys."""
+    heads = int(config.num_attention_heads)
+    if config.model_type == "gpt_bigcode":
+        return 1 if config.multi_query else heads
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1 if config.multi_query else heads
+    if config.model_type == "jetmoe":  # its keys are repeated for the experts of the queries
+        return heads
+    name = "num_kv_heads" if config.model_type == "falcon" else "num_key_value_heads"
+    return int(getattr(of_layer(config, layer), name, None) or heads)
+
+
+def head_dim(config: Any, layer: int = 0) -> int:
+    """D, the size of a head of a model's layer; with MLA the one that the config names."""
+    if config.model_type == "jetmoe":
+        return int(config.kv_channels)
+    given = getattr(of_layer(config, layer), "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True, kw_only=True)

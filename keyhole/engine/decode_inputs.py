@@ -238,7 +238,6 @@ class KeptTokens:
     def __init__(
         self, policy: Policy, num_layers: int, num_slots: int, device: torch.device
     ) -> None:
-        self._device = device
         shares = policy.selects in ("by_scores", "positions")
         self._table = KeptTokenTable(num_layers, num_slots, device, shares=shares)
         # What each row was filled from.
@@ -257,7 +256,7 @@ class KeptTokens:
         if all(sequence.kept is None for sequence in sequences):
             return None
         slots = [sequence.slot for sequence in sequences]
-        return self._table.rows(slots, lengths.tolist(), self._device)
+        return self._table.rows(slots, lengths.tolist())
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Engine:
             recurrent=self.recurrent,
         )
         self._verifier = Verifier(model.eos_token_ids, self.scheduler, self.max_length)
-        self.filler = PageFiller(model, self.scheduler, self.pace, self._document_prefill, config)
+        self.filler = PageFiller(model, self.scheduler, self.pace, self.document_prefill, config)
         self.head_runner = make_head_runner(model, self.cache, head, draft, config)
         self.drafting: Drafting | None = None
         if config.draft is not None:
@@ -264,7 +264,7 @@ class Engine:
                 "draft='eagle3' cannot be used with stored documents; leave one of them out"
             )
         if context is not None:
-            self._document_prefill(under)  # refuses a model whose keys cannot be shifted
+            self.document_prefill(under)  # refuses a model whose keys cannot be shifted
             context.check(under.policy)
         tokens = [*prompt, *given] if given else prompt
         self.limits.check(tokens, params, under.policy, num_given=len(given), stored=stored)
@@ -292,12 +292,8 @@ class Engine:
         self.scheduler.waiting.enter(sequence)
         return sequence
 
-    @property
-    def document_prefill(self) -> DocumentPrefill:
-        """Fills stored documents. ConfigError for a model whose keys cannot be shifted."""
-        return self._document_prefill(self._own)
-
-    def _document_prefill(self, under: RequestPolicy) -> DocumentPrefill:
+    def document_prefill(self, under: RequestPolicy) -> DocumentPrefill:
+        """Fills stored documents under a policy. ConfigError if keys cannot be shifted."""
         made = self._document_prefills.get(under)
         if made is None:
             shared = (self.config.prefill_chunk, self.pace, self.head_runner, self.prefix)

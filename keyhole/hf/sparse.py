@@ -26,7 +26,7 @@ from keyhole.exactness_gate import require
 from keyhole.hf.hooks import Hooks, SparseRun
 from keyhole.models import families
 from keyhole.models.attention import NAME
-from keyhole.models.model import CALIBRATION_FILE, GATE_FOLDER, HEAD_FOLDER, Model
+from keyhole.models.model import Model, beside_weights
 from keyhole.models.modules import own_attention
 from keyhole.policies import make_policy
 from keyhole.policies.base import Policy
@@ -110,8 +110,6 @@ def _adopt(network: Any) -> Model:
             f"keyhole.sparse needs a model on one device, but this one is on {places}"
         )
     max_length, reason = families.max_length(network.config, None)
-    folder = Path(name)
-    calibration, head, gate = (folder / x for x in (CALIBRATION_FILE, HEAD_FOLDER, GATE_FOLDER))
     return Model(
         name=name,
         network=network,
@@ -122,7 +120,5 @@ def _adopt(network: Any) -> Model:
         length_reason=reason,
         eos_token_ids=frozenset(),
         defaults={},
-        calibration=calibration if calibration.is_file() else None,
-        head=head if head.is_dir() else None,
-        gate=gate if gate.is_dir() else None,
+        **beside_weights(Path(name)),
     )

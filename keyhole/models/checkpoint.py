@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keyhole.cache.layout import ITEMSIZES, Geometry, LayerLayout
+from keyhole.cache.layout import ITEMSIZES, Geometry, LayerLayout, kv_heads
 from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models import families
 from keyhole.models.locate import ModelFiles, locate
@@ -221,14 +221,6 @@ def step_numbers(config: Any) -> int:
     mlp = max(experts * int(width), _intermediate(config))
     attention = heads * families.head_dim(config)
     return _STREAMS * hidden + max(_IN_MLP * mlp, _IN_ATTENTION * attention)
-
-
-def kv_heads(config: Any) -> int:
-    """Hkv, the number of KV heads."""
-    if config.model_type == "gpt_bigcode":
-        return 1 if config.multi_query else int(config.num_attention_heads)
-    first = families.of_layer(config, 0)
-    return int(getattr(first, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _intermediate(config: Any) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.cache.layout import LayerLayout
+from keyhole.cache import layout
+from keyhole.cache.layout import LayerLayout, layers_differ, of_layer
 from keyhole.config import is_count
 from keyhole.errors import ModelError
 
@@ -93,7 +94,7 @@ def check(config: Any, name: str) -> None:
         raise ModelError(
             f"model {name!r} ({family}) selects tokens with an indexer other than DeepSeek-V3.2's"
         )
-    if _varies(config) and getattr(config.per_layer_config[0], "kv_lora_rank", None) is not None:
+    if layers_differ(config) and getattr(of_layer(config, 0), "kv_lora_rank", None) is not None:
         raise ModelError(
             f"model {name!r} ({family}) has latent attention (MLA) whose shape differs between "
             "layers; the cache has one shape for all of them"
@@ -104,7 +105,7 @@ def check(config: Any, name: str) -> None:
             "model of a vision-language checkpoint, given its folder or hub id, if transformers "
             "has a class for the language model alone"
         )
-    for layer in range(int(config.num_hidden_layers)) if _varies(config) else (0,):
+    for layer in range(int(config.num_hidden_layers)) if layers_differ(config) else (0,):
         _check_sizes(of_layer(config, layer), name)
     if not attention_layers(config):
         only = ", ".join(sorted(set(_kinds(config) or ())))
@@ -164,7 +165,7 @@ def layouts(config: Any) -> tuple[LayerLayout, ...]:
     return tuple(
         _layout(
             config,
-            of_layer(config, layer),
+            layer,
             heads if per_layer is None else int(per_layer[layer]),
             windows[layer],
             kinds is not None and kinds[layer] in _CHUNKED,
@@ -192,48 +193,24 @@ def _latent(config: Any, layer: int, heads: int) -> LayerLayout:
 
 
 def head_dim(config: Any) -> int:
-    """D, the size of a head's keys."""
+    """D, the size of a head's keys; of the layer with the largest."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
-    if getattr(config, "is_heterogeneous", False):
-        return max(int(own.head_dim) for own in config.per_layer_config)
-    given = getattr(config, "head_dim", None)
-    return int(given or config.hidden_size // config.num_attention_heads)
+    return max(layout.head_dim(config, layer) for layer in range(int(config.num_hidden_layers)))
 
 
-def of_layer(config: Any, layer: int) -> Any:
-    """The sizes of one layer: the config itself, or its part for this layer."""
-    return config.per_layer_config[layer] if _varies(config) else config
-
-
-def _varies(config: Any) -> bool:
-    """Whether sizes differ between layers; transformers before 5.22 has no such configs."""
-    return bool(getattr(config, "is_heterogeneous", False))
-
-
-def _layout(config: Any, own: Any, heads: int, window: int | None, chunked: bool) -> LayerLayout:
+def _layout(config: Any, layer: int, heads: int, window: int | None, chunked: bool) -> LayerLayout:
     family = config.model_type
-    key_dim = int(
-        getattr(own, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    value_dim = int(getattr(own, "v_head_dim", None) or key_dim)
-    kv_heads = getattr(own, "num_key_value_heads", None)
-    if family == "gpt_bigcode":
-        kv_heads = 1 if config.multi_query else heads
-    elif family == "falcon":
-        grouped = config.new_decoder_architecture
-        kv_heads = config.num_kv_heads if grouped else 1 if config.multi_query else heads
-    elif family == "mimo_v2_flash" and window is not None:
-        kv_heads = 2 * int(kv_heads or heads)
-    elif family == "jetmoe":  # its keys are repeated for the experts of the queries
-        key_dim = value_dim = int(config.kv_channels)
-        kv_heads = heads
+    kv_heads, key_dim = layout.kv_heads(config, layer), layout.head_dim(config, layer)
+    value_dim = int(getattr(of_layer(config, layer), "v_head_dim", None) or key_dim)
+    if family == "mimo_v2_flash" and window is not None:
+        kv_heads *= 2
     elif family in _ALIBI:
         key_dim += ALIBI_DIM
     elif family == "diffllama":
         value_dim *= 2
     return LayerLayout(
-        num_kv_heads=int(kv_heads or heads),
+        num_kv_heads=kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
         window=window,

@@ -45,13 +45,7 @@ from keyhole.models.locate import (
     locate,
     named,
 )
-from keyhole.models.model import (
-    CALIBRATION_FILE,
-    GATE_FOLDER,
-    HEAD_FOLDER,
-    Model,
-    require_defaults,
-)
+from keyhole.models.model import Model, beside_weights, require_defaults
 from keyhole.models.model_config import (
     TEXT_WEIGHTS,
     announce,
@@ -85,8 +79,6 @@ from keyhole.models.weights.stored import (
     unpack,
 )
 from keyhole.models.weights.weight_format import WeightFormat, weight_format
-from keyhole.retrieval.draft import DRAFT_FOLDER
-from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: Called with a config and the model's name; see `keyhole.exactness_gate.require`.
 Accept = Callable[[Any, str], object]
@@ -355,7 +347,6 @@ def _model(
     rope = families.rope_lengths(config) if sequence_rope.adapt(network) else None
     max_length, reason = families.max_length(config, rope)
     folder = Path(name)
-    calibration, stability = folder / CALIBRATION_FILE, folder / STABILITY_FILE
     return Model(
         name=folder.name if folder.is_dir() else name,
         network=network,
@@ -367,13 +358,9 @@ def _model(
         rope=rope,
         eos_token_ids=_eos(network, config),
         defaults=network.generation_config.to_dict(),
-        calibration=calibration if calibration.is_file() else None,
-        head=folder / HEAD_FOLDER if (folder / HEAD_FOLDER).is_dir() else None,
-        gate=folder / GATE_FOLDER if (folder / GATE_FOLDER).is_dir() else None,
-        stability=stability if stability.is_file() else None,
-        draft=folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER).is_dir() else None,
         weights=None if wanted is None else wanted.name,
         adapters=replace(chosen, layers={}),  # they are in the network now
+        **beside_weights(folder),
     )
 
 

@@ -19,6 +19,8 @@ from keyhole.models import families
 from keyhole.models.batch import Batch, LastLayer, PassThrough
 from keyhole.models.modules import sequence_adapters, sequence_rope
 from keyhole.models.weights.adapters import Adapters
+from keyhole.retrieval.draft import DRAFT_FOLDER
+from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: DELTA uses a file of `keyhole calibrate` with this name next to the weights automatically.
 CALIBRATION_FILE = "keyhole-delta.json"
@@ -26,6 +28,16 @@ CALIBRATION_FILE = "keyhole-delta.json"
 HEAD_FOLDER = "keyhole-head"
 #: The same for SeerAttention-R.
 GATE_FOLDER = "seer-gate"
+
+
+def beside_weights(folder: Path) -> dict[str, Any]:
+    """What methods find next to the weights, as fields of `Model`; absent ones are left out."""
+    files = {"calibration": CALIBRATION_FILE, "stability": STABILITY_FILE}
+    folders = {"head": HEAD_FOLDER, "gate": GATE_FOLDER, "draft": DRAFT_FOLDER}
+    found = {field: folder / name for field, name in files.items() if (folder / name).is_file()}
+    return found | {
+        field: folder / name for field, name in folders.items() if (folder / name).is_dir()
+    }
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from keyhole.cache.layout import layers_differ, of_layer
 from keyhole.errors import ModelError, UnknownNameError, one_line
 from keyhole.models.families import rope_lengths, ropes
 from keyhole.models.locate import ModelFiles
@@ -248,13 +249,13 @@ def _shrink_dbrx(config: Any) -> None:
 
 def _own_sizes(config: Any, small: Any, kept: list[int]) -> dict[int, dict[str, Any]]:
     """Sizes and numbers of heads that single layers have for themselves, in about their ratio."""
-    if not getattr(config, "is_heterogeneous", False):
+    if not layers_differ(config):
         return {}
     found: dict[int, dict[str, Any]] = {}
     for name, least in (("head_dim", 8), ("num_key_value_heads", 1)):
         usual, scaled = vars(config)[name], vars(small)[name]
         for i, layer in enumerate(kept):
-            value = getattr(config.per_layer_config[layer], name)
+            value = getattr(of_layer(config, layer), name)
             if value != usual:
                 found.setdefault(i, {})[name] = max(scaled * value // usual, least)
     return found
@@ -294,8 +295,7 @@ def _shrink_rope(config: Any, old_dim: int, small_dim: int) -> None:
 
     The rotated part of a head keeps about its share, in whole pairs.
     """
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+    for rope in ropes(config):
         share = rope.get("partial_rotary_factor")
         if share is not None and share < 1:
             rope["partial_rotary_factor"] = _in_pairs(share)
@@ -318,8 +318,7 @@ def _shrink_rope_lengths(config: Any, small: Any) -> None:
     lengths = rope_lengths(config)
     if lengths is None or lengths.threshold >= lengths.longest:
         return
-    ropes = small.rope_parameters
-    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+    for rope in ropes(small):
         if rope.get("rope_type") == "longrope":
             rope["original_max_position_embeddings"] = _ROPE_THRESHOLD
             if getattr(small, "original_max_position_embeddings", None) is not None:

@@ -33,7 +33,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
 from keyhole.config import MethodSettings, is_count, is_number, require
 from keyhole.errors import ConfigError
@@ -135,6 +134,10 @@ class Step:
     retained: RetainedPages | None = None
     head: HeadWeights | None = None
     gate: SeerGate | None = None
+
+    def fits_in_pages(self, token_budget: int) -> bool:
+        """Whether the whole pages of a budget hold every sequence."""
+        return self.max_length <= token_budget // self.page_size * self.page_size
 
 
 @dataclass(frozen=True)
@@ -400,14 +403,6 @@ def require_page(token_budget: int, page_size: int) -> None:
     require(is_count(token_budget, page_size), "token_budget", token_budget, right)
 
 
-def require_pages(
-    token_budget: int, sink_size: int, window_size: int | None, page_size: int
-) -> None:
-    """ConfigError unless the budget holds a page, and the pages that are always read."""
-    require_page(token_budget, page_size)
-    always_read(sink_size, window_size, token_budget // page_size * page_size, page_size)
-
-
 def require_shared_group(policy: str, share_group: bool) -> None:
     """ConfigError if layers are offloaded and each query head has its own selection."""
     if not share_group:
@@ -432,22 +427,6 @@ def require_in_budget(policy: Policy, setting: str) -> None:
 def whole_entries(size: int | None, unit: int = 1) -> int:
     """Entries of `unit` tokens that hold `size` tokens; None is none."""
     return -(-(size or 0) // unit)
-
-
-def best_pages(
-    layer: int, scores: Tensor, step: Step, token_budget: int, ends: tuple[int, int | None]
-) -> Selection:
-    """The pages of highest score [B, H, P] within a budget of tokens.
-
-    ends: sink_size and window_size, the first and the newest tokens that are always read. Pages of
-    documents whose tokens the layer dropped are left out.
-    """
-    if step.kept_tokens is not None:
-        there = step.kept_tokens.pages(layer, scores.shape[2], step.page_size)
-        scores = scores.masked_fill(~there[:, None], float("-inf"))
-    size = step.page_size
-    first, last = whole_entries(ends[0], size), max(1, whole_entries(ends[1], size))
-    return kernels.top_k(scores, step.pages, token_budget // size, size, first=first, last=last)
 
 
 # Adaptive budgets: the fewest entries that hold a share of the scores, up to the budget.

@@ -156,7 +156,7 @@ class Delta(Policy):
 
     def _reads_all(self, step: Step) -> bool:
         budget = self.token_budget if self.min_budget is None else self.min_budget
-        return step.max_length <= budget // step.page_size * step.page_size
+        return step.fits_in_pages(budget)
 
 
 def default_delta_layers(geometry: Geometry) -> tuple[int, ...]:

@@ -246,4 +246,4 @@ class InfLLM(Policy):
         return self.window_size
 
     def _reads_all(self, step: Step) -> bool:
-        return step.max_length <= self.token_budget // step.page_size * step.page_size
+        return step.fits_in_pages(self.token_budget)

@@ -30,6 +30,7 @@ Differences (theirs | ours | effect measured):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -45,21 +46,68 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(Policy):
-    """The `token_budget / page_size` pages of highest upper bound, per KV head."""
+class BestPages(Policy):
+    """Reads the `token_budget / page_size` pages of highest `page_scores` in every layer."""
 
-    name: ClassVar[str] = "quest"
     selects: ClassVar[Selects | None] = "per_layer"
     capturable: ClassVar[bool | str] = True
     speculative: ClassVar[bool | str] = True
     page_settings: ClassVar[tuple[str, ...] | None] = ()
     token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
-    full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
     sink_size: int = setting(0, "first tokens that are always read, in whole pages")
     window_size: int | None = setting(
         None, "newest tokens always read, in whole pages; None: the newest page"
     )
 
+    def page_scores(self, layer: int, query: Tensor, step: Step) -> Tensor:
+        """The score of each page, [B, H, P], for a list of pages per KV head or query head."""
+        raise AssertionError(f"{type(self).__name__} must define page_scores")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that the budget holds a page, and the pages that are always read."""
+        size = geometry.page_size
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        base.require_page(self.token_budget, size)
+        whole = self.token_budget // size * size
+        base.always_read(self.sink_size, self.window_size, whole, size)
+        return self
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The best pages of each list, the newest page among them.
+
+        Pages of documents whose tokens the layer dropped are left out.
+        """
+        if layer in self.full_layers or self._reads_all(step):
+            return None
+        scores, size = self.page_scores(layer, query, step), step.page_size
+        if step.kept_tokens is not None:
+            there = step.kept_tokens.pages(layer, scores.shape[2], size)
+            scores = scores.masked_fill(~there[:, None], float("-inf"))
+        first = base.whole_entries(self.sink_size, size)
+        last = max(1, base.whole_entries(self.window_size, size))
+        most = self.token_budget // size
+        return kernels.top_k(scores, step.pages, most, size, first=first, last=last)
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """The data of all pages in all sparse layers."""
+        if self._reads_all(step):
+            return None
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
+        shapes = [self.page_data(layout, geometry.page_size) for layout in layouts]
+        numbers = sum(math.prod(shape) for data in shapes for shape in data.values())
+        return step.pages * (numbers * geometry.itemsize)
+
+    def _reads_all(self, step: Step) -> bool:
+        return step.fits_in_pages(self.token_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(BestPages):
+    """The `token_budget / page_size` pages of highest upper bound, per KV head."""
+
+    name: ClassVar[str] = "quest"
+    full_layers: tuple[int, ...] = setting((0, 1), "layers that read everything")
     share_group: bool = setting(
         True, "the query heads of a KV head share one selection; False: one for each, as published"
     )
@@ -68,13 +116,6 @@ class Quest(Policy):
     def as_published(cls, geometry: Geometry, token_budget: int) -> Self:
         """The authors' settings: a selection per query head."""
         return cls(token_budget=token_budget, share_group=False)
-
-    def resolve(self, geometry: Geometry) -> Self:
-        """Checks that the budget holds a page, and the pages that are always read."""
-        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        ends = self.sink_size, self.window_size
-        base.require_pages(self.token_budget, *ends, geometry.page_size)
-        return self
 
     def offloadable(self, geometry: Geometry) -> tuple[int, ...]:
         """All layers except the dense ones. ConfigError for a selection per query head."""
@@ -92,26 +133,10 @@ class Quest(Policy):
         """Recomputes the bounds of the pages that were written."""
         kernels.page_bounds(key_pages, data["low"], data["high"], pages, filled)
 
-    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """The best pages of each KV head or query head, the newest page among them."""
-        if layer in self.full_layers or self._reads_all(step):
-            return None
+    def page_scores(self, layer: int, query: Tensor, step: Step) -> Tensor:
+        """The upper bounds, of each KV head or query head."""
         data = step.cache.page_data[layer]
         bounds = (query, data["low"], data["high"], step.page_table)
         if self.share_group:
-            scores = kernels.bound_scores(*bounds)
-        else:
-            scores = kernels.bound_scores_per_query_head(*bounds)
-        ends = self.sink_size, self.window_size
-        return base.best_pages(layer, scores, step, self.token_budget, ends)
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """The summaries of all pages in all sparse layers."""
-        if self._reads_all(step):
-            return None
-        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
-        numbers = sum(2 * layout.num_kv_heads * layout.key_dim for layout in layouts)
-        return step.pages * (numbers * geometry.itemsize)
-
-    def _reads_all(self, step: Step) -> bool:
-        return step.max_length <= self.token_budget // step.page_size * step.page_size
+            return kernels.bound_scores(*bounds)
+        return kernels.bound_scores_per_query_head(*bounds)

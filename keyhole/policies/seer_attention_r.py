@@ -32,13 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from keyhole import kernels
-from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import require_layers_of, setting
-from keyhole.policies import base
-from keyhole.policies.base import Policy, Selection, Selects, Step
+from keyhole.cache.layout import LayerLayout
+from keyhole.config import setting
+from keyhole.policies.base import Step
+from keyhole.policies.quest import BestPages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,29 +48,12 @@ _POOLS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeerAttentionR(Policy):
+class SeerAttentionR(BestPages):
     """The `token_budget / page_size` pages that a trained gate scores highest, per KV head."""
 
     name: ClassVar[str] = "seer_attention_r"
     wants_gate: ClassVar[bool] = True
-    selects: ClassVar[Selects | None] = "per_layer"
-    capturable: ClassVar[bool | str] = True
-    speculative: ClassVar[bool | str] = True
-    page_settings: ClassVar[tuple[str, ...] | None] = ()
-    token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
-    full_layers: tuple[int, ...] = setting((), "layers that read everything")
-    sink_size: int = setting(0, "first tokens that are always read, in whole pages")
-    window_size: int | None = setting(
-        None, "newest tokens always read, in whole pages; None: the newest page"
-    )
     gate: str | None = setting(None, "folder of the gate; None: in the model's folder")
-
-    def resolve(self, geometry: Geometry) -> Self:
-        """Checks that the budget holds a page, and the pages that are always read."""
-        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
-        ends = self.sink_size, self.window_size
-        base.require_pages(self.token_budget, *ends, geometry.page_size)
-        return self
 
     def page_data(self, layout: LayerLayout, page_size: int) -> dict[str, tuple[int, ...]]:
         """The pooled keys of a page."""
@@ -82,25 +65,9 @@ class SeerAttentionR(Policy):
         """Pools the keys of the pages that were written."""
         kernels.pool_keys(key_pages, data["pooled"], pages, filled)
 
-    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
-        """The pages of highest score of each KV head, the newest page among them."""
-        if layer in self.full_layers or self._reads_all(step):
-            return None
+    def page_scores(self, layer: int, query: Tensor, step: Step) -> Tensor:
+        """The gate's products, whose order is that of their softmax, whatever the scale."""
         assert step.gate is not None, "the engine loads the gate of a policy that wants one"
         pooled = step.cache.page_data[layer]["pooled"]
         folded = step.gate.fold(layer, query).to(pooled.dtype)
-        # The best pages by score are those by softmax of the score, whatever its scale.
-        scores = kernels.summary_scores(folded, pooled[:, None], step.page_table, step.pages)
-        ends = self.sink_size, self.window_size
-        return base.best_pages(layer, scores, step, self.token_budget, ends)
-
-    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
-        """The pooled keys of all pages in all sparse layers."""
-        if self._reads_all(step):
-            return None
-        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
-        numbers = sum(_POOLS * layout.num_kv_heads * layout.key_dim for layout in layouts)
-        return step.pages * (numbers * geometry.itemsize)
-
-    def _reads_all(self, step: Step) -> bool:
-        return step.max_length <= self.token_budget // step.page_size * step.page_size
+        return kernels.summary_scores(folded, pooled[:, None], step.page_table, step.pages)

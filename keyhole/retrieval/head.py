@@ -346,11 +346,7 @@ class RetrievalHead(nn.Module):
             objective="random",
         )
         head = cls(config, shape.embedding)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for linear in (x for x in head.modules() if isinstance(x, nn.Linear)):
-                spread = linear.in_features**-0.5
-                linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * spread)
+        draw_weights(head, seed)
         return head
 
     def _set_frequencies(self) -> None:
@@ -361,6 +357,15 @@ class RetrievalHead(nn.Module):
         nn.Module._apply(self, fn, recurse)
         self._set_frequencies()  # float32 whatever the head is cast to: positions need it
         return self
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, seed: int) -> None:
+    """Draws all matrices for outputs of unit variance; the same on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    for linear in (part for part in module.modules() if isinstance(part, nn.Linear)):
+        spread = linear.in_features**-0.5
+        linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * spread)
 
 
 def _build(config: HeadConfig, target: Target, kept: dict[str, Tensor]) -> RetrievalHead:

@@ -210,11 +210,7 @@ def _pickled(folder: Path, name: str) -> _Parts:
     if not file.is_file():
         raise ModelError(f"folder {name!r} has neither *.safetensors nor pytorch_model.bin")
     tensors = torch.load(file, map_location="cpu", weights_only=True)
-    return {key: (tuple(x.shape), partial(_same, x)) for key, x in tensors.items()}
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    return {key: (tuple(x.shape), x.detach) for key, x in tensors.items()}
 
 
 def _unreadable(name: str, error: Exception) -> ModelError:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.cache.layout import head_dim, kv_heads
 from keyhole.errors import ModelError
 from keyhole.retrieval.config import HeadConfig
 
@@ -41,22 +42,15 @@ class Target:
         """Reads it from a network of transformers."""
         config: Any = network.config
         embed: Any = network.get_input_embeddings()  # type: ignore[operator]
-        heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-        # Where layers differ, the config refuses to name one size of all.
-        own = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
-        if config.model_type == "gpt_bigcode":  # a field of its own
-            kv_heads = 1 if config.multi_query else heads
-        else:
-            kv_heads = int(getattr(own, "num_key_value_heads", None) or heads)
         length = getattr(config, "max_seq_len", _ALIBI_LENGTH)  # MPT's field
         ropes = getattr(config, "rope_parameters", None) or {}
         return cls(
             vocab_size=int(config.vocab_size),
-            hidden_size=hidden,
+            hidden_size=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=int(getattr(own, "head_dim", None) or hidden // heads),
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=kv_heads(config),
+            head_dim=head_dim(config),
             max_length=int(getattr(config, "max_position_embeddings", length)),
             rope_theta=float(ropes.get("rope_theta") or 10000.0),  # Llama's default
             embedding=embed.weight.detach(),

@@ -57,7 +57,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -90,9 +90,6 @@ from keyhole.reuse.block_scores import (
 )
 from keyhole.reuse.block_statistics import MOST_LOCAL_BLOCKS
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 def fused(new: Tensor, old: Tensor) -> Tensor:
     """Fused: theta * new + (1 - theta) * old with theta = cos(new, old) per token (equation 4).
@@ -109,7 +106,7 @@ def fused(new: Tensor, old: Tensor) -> Tensor:
 _NUM_INITIAL, _NUM_LOCAL = 1, 2
 
 #: The score of each block in a layer for its document's query, float32 [M].
-_Score = Callable[["Tensor", Sequence[PlacedDocument], int], "Tensor"]
+_Score = Callable[[Tensor, Sequence[PlacedDocument], int], Tensor]
 
 UPDATES = ("overwrite", "fusion")
 SCORES = ("mean", "extremes", "random")
@@ -413,9 +410,7 @@ class Stability:
             )
 
 
-def stable_layers(
-    alphas: Sequence[Tensor], num: int = NUM_STABLE, sigmas: float = 3.0
-) -> tuple[list[int], list[int]]:
+def stable_layers(alphas: Sequence[Tensor], num: int = NUM_STABLE) -> tuple[list[int], list[int]]:
     """Scores of all layers, and the `num` layers that score highest, ascending.
 
     alphas: per calibration document float [L, N], alpha of its blocks, the first one and the last
@@ -432,7 +427,7 @@ def stable_layers(
             continue
         ranks = alpha.argsort(dim=1, stable=True).argsort(dim=1)
         main = ranks.sum(0).argmin()
-        scores += outliers(alpha, sigmas)[:, main]
+        scores += outliers(alpha)[:, main]
     order = sorted(range(depth), key=lambda layer: (-int(scores[layer]), -layer))
     return scores.tolist(), sorted(order[:num])
 
@@ -455,12 +450,12 @@ def default_ends(num_blocks: int) -> Tensor:
     return (number < _NUM_INITIAL) | (number >= num_blocks - _NUM_LOCAL)
 
 
-def last_layers(geometry: Geometry, num: int = NUM_STABLE) -> tuple[int, ...]:
+def last_layers(geometry: Geometry) -> tuple[int, ...]:
     """The default without a calibration: the last layers, with full attention if any have it.
 
     A layer with a sliding window cannot see across a document.
     """
-    return (geometry.full_attention or tuple(range(geometry.num_layers)))[-num:]
+    return (geometry.full_attention or tuple(range(geometry.num_layers)))[-NUM_STABLE:]
 
 
 def _check(path: str | Path, name: str, value: object, good: bool, right: str) -> None:

@@ -61,7 +61,7 @@ def _view(batch: list[tuple[Tensor | None, int]], slots: list[int]):  # type: ig
     for (kept, _), slot in zip(batch, slots, strict=True):
         if kept is not None:
             table.set(slot, kept)
-    return table.rows(slots, [length for _, length in batch], torch.device("cpu"))
+    return table.rows(slots, [length for _, length in batch])
 
 
 @given(rows(), st.permutations(range(8)), st.sampled_from([None, 1, 3, 50]))
@@ -129,7 +129,7 @@ def test_layers_that_share_a_selection_read_its_tokens_at_their_own_places(
             places = tokens if packing is None else packing.moves(layer)[1].tolist()
             there.append(dict(zip(places, tokens, strict=True)) | after)
         positions.append(there)
-    view = table.rows(order[: len(batch)], [n for _, n in batch], torch.device("cpu"))
+    view = table.rows(order[: len(batch)], [n for _, n in batch])
     unit = data.draw(st.sampled_from([1, PAGE]))
     chosen = [data.draw(st.sets(st.integers(0, (n - 1) // unit))) for _, n in batch]
     width = max(1, *map(len, chosen))
@@ -170,7 +170,7 @@ def test_slots_of_unpaged_keys_belong_to_the_last_prompt() -> None:
         table.set(slot, kept, None, torch.arange(30, dtype=torch.int32))
     table.set(0, kept[:, :4], None, torch.tensor([-1, 8, 9, -1], dtype=torch.int32))
     table.clear(1)
-    view = table.rows([0, 1, 2], [35, 35, 35], torch.device("cpu"))
+    view = table.rows([0, 1, 2], [35, 35, 35])
     assert view.unpaged is not None
     assert view.unpaged.tolist() == [[-1, 8, 9] + [-1] * 27, [-1] * 30, list(range(30))]
 

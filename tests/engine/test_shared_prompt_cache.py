@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from keyhole.cache.layout import Geometry, LayerLayout
+from keyhole.cache.pages import PageCache
 from keyhole.config import EngineConfig, SamplingParams
 from keyhole.engine.engine import Engine
-from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache
+from keyhole.engine.prompts.shared_prompt_cache import SharedPromptCache, write_pages
 from keyhole.engine.sequence import Sequence
 from keyhole.errors import ConfigError
 from keyhole.models.model import Model
@@ -147,3 +149,30 @@ def test_refused_where_layers_move_down(models: dict[str, Model], tmp_path: Path
     config = EngineConfig(page_size=PAGE, memory=2**20, offload=str(tmp_path))
     with pytest.raises(ConfigError, match="offload"):
         Engine(models["llama_group3"], make("delta"), config, copies=SharedPromptCache(2**20))
+
+
+def test_each_layer_is_summarised_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages were numbered on the first layer's device for all of them."""
+    layouts = (LayerLayout(num_kv_heads=1, key_dim=4, value_dim=4),) * 3
+    geometry = Geometry(layers=layouts, num_query_heads=1, page_size=PAGE, itemsize=4)
+    policy, places = make("quest"), [torch.device(name) for name in ("cpu", "meta", "cpu")]
+    cache = PageCache(
+        geometry,
+        4,
+        dtype=torch.float32,
+        device=places[0],
+        page_data=[policy.page_data(layout, PAGE) for layout in layouts],
+        layer_devices=places,
+    )
+    pages = cache.allocate(2)
+    assert pages is not None
+    seen: list[torch.device] = []
+
+    def on_append(own: Policy, keys: Tensor, data: object, pages: Tensor, filled: Tensor) -> None:
+        assert pages.device == filled.device == keys.device
+        assert filled.tolist() == [PAGE] * 2 if keys.device.type == "cpu" else filled.is_meta
+        seen.append(keys.device)
+
+    monkeypatch.setattr(type(policy), "on_append", on_append)
+    write_pages(cache, pages, cache.content(pages), {}, policy)
+    assert seen == places

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma4TextConfig
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, Gemma4TextConfig
 
 from keyhole.errors import ConfigError, ModelError
 from keyhole.retrieval.head import RetrievalHead
@@ -95,10 +95,11 @@ def test_a_random_head_has_the_shape_of_its_target(kind: str, inputs: str, tmp_p
     [
         (BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=32), 2, 65536),
         (Gemma4TextConfig(num_hidden_layers=6), 4, 131072),
+        (FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4), 1, 2048),
     ],
 )
 def test_targets_with_fields_of_their_own(config: Any, kv_heads: int, length: int) -> None:
-    """Bloom's and Gemma 4's ended in an AttributeError."""
+    """Bloom's and Gemma 4's ended in an AttributeError; Falcon's had a KV head per query head."""
     with torch.device("meta"):
         target = Target.of(AutoModelForCausalLM.from_config(config))
     assert (target.num_kv_heads, target.max_length) == (kv_heads, length)

@@ -46,6 +46,7 @@ from keyhole.engine.documents.forward_passes import FilledPrompt, ForwardPasses,
 from keyhole.engine.documents.loader import Loader, PlacedHead
 from keyhole.engine.documents.stored_rows import HotBlocks, PinnedRing
 from keyhole.engine.head_runner import HeadRunner
+from keyhole.engine.prompts.shared_prompt_cache import summarise
 from keyhole.engine.sequence import Sequence as Request
 from keyhole.errors import CapacityError
 from keyhole.models.model import Model
@@ -106,16 +107,8 @@ class DocumentPrefill:
             self._known.evict(count - self.cache.available)
 
     def summarise(self, pages: np.ndarray) -> Iterator[None]:
-        """Calls the policy's `on_append` for physical pages, one layer per iteration."""
-        if not any(self.cache.data):
-            return
-        there = self.passes.send(pages)
-        filled = torch.full_like(there, self.cache.page_size)
-        for layer in self.cache.geometry.full_attention:
-            data, place = self.cache.data[layer], self.cache.place(layer)
-            written = there.to(place), filled.to(place)
-            self._policy.on_append(self.cache.keys[layer], data, *written)
-            yield
+        """Computes the policy's data of physical pages, one layer per iteration."""
+        return summarise(self.cache, self._policy, pages)
 
     @property
     def packs(self) -> bool:

@@ -8,13 +8,14 @@ engines with the same head.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.cache.packing import send
 from keyhole.cache.pages import PageCache
 from keyhole.policies.base import Policy
 
@@ -114,11 +115,21 @@ def write_pages(
     cache.write(there, content)
     for name, tensor in common.items():
         cache.common[name][there] = tensor.to(cache.common[name].device)
-    if any(cache.data):
-        index = torch.tensor(there, device=cache.keys[0].device)
-        filled = torch.full_like(index, cache.page_size)
-        for layer in cache.geometry.full_attention:
-            policy.on_append(cache.keys[layer], cache.data[layer], index, filled)
+    for _ in summarise(cache, policy, np.asarray(there)):
+        pass
+
+
+def summarise(cache: PageCache, policy: Policy, pages: np.ndarray) -> Iterator[None]:
+    """Calls the policy's `on_append` for full pages, one layer per iteration."""
+    if not any(cache.data):
+        return
+    written = send(pages, cache.device)
+    filled = torch.full_like(written, cache.page_size)
+    for layer in cache.geometry.full_attention:
+        place = cache.place(layer)
+        own = written.to(place), filled.to(place)
+        policy.on_append(cache.keys[layer], cache.data[layer], *own)
+        yield
 
 
 def _full_pages(prompt: Sequence[int], page_size: int) -> int:

@@ -11,26 +11,21 @@ token, in proportion to the others' probabilities.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from keyhole.cache.layout import Geometry
 from keyhole.config import EngineConfig
 from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.scheduling.sequence_pages import SequencePages
 from keyhole.engine.sequence import Sequence
+from keyhole.engine.speculation import prompt_lookup
 from keyhole.engine.speculation.draft_runner import DraftRunner
-from keyhole.engine.speculation.prompt_lookup import PromptLookup
 from keyhole.errors import ConfigError
 from keyhole.policies.base import Policy
 from keyhole.retrieval.head import RetrievalHead
 
-
-class Proposer(Protocol):
-    """Proposes the next tokens of a sequence from its earlier ones."""
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Up to `most` (at least 1) proposed tokens; none if there is nothing to propose."""
-        ...
+#: Up to that many (at least 1) next tokens of a sequence; none if there is nothing to propose.
+Proposer = Callable[[Sequence, int], list[int]]
 
 
 class Drafting:
@@ -46,7 +41,7 @@ class Drafting:
         max_length: int,
         model: DraftRunner | None = None,
     ) -> None:
-        self._proposer: Proposer = PromptLookup()
+        self._proposer: Proposer = prompt_lookup.propose
         self._model = model
         self._most = config.num_draft_tokens
         self._max_length = max_length
@@ -60,7 +55,7 @@ class Drafting:
             return
         for sequence in plan.decodes:
             most = self._wanted(sequence)
-            tokens = self._proposer.propose(sequence, most) if most > 0 else []
+            tokens = self._proposer(sequence, most) if most > 0 else []
             count = self._pages.reserve_draft(sequence, len(tokens)) if tokens else 0
             if count:
                 plan.drafts[sequence] = tokens[:count]

@@ -22,12 +22,9 @@ from keyhole.engine.sequence import Sequence
 MOST_MATCHED = 3
 
 
-class PromptLookup:
-    """Proposals from each sequence's own tokens."""
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` tokens to follow those of the sequence; none without an occurrence."""
-        return continuation(np.frombuffer(sequence.tokens, np.int32), most)
+def propose(sequence: Sequence, most: int) -> list[int]:
+    """At most `most` tokens to follow those of the sequence; none without an occurrence."""
+    return continuation(np.frombuffer(sequence.tokens, np.int32), most)
 
 
 def continuation(text: np.ndarray, most: int) -> list[int]:

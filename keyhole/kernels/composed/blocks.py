@@ -18,7 +18,7 @@ from torch import Tensor
 from keyhole.kernels import reference
 from keyhole.kernels.cpu import product
 from keyhole.kernels.operations import summary_scores
-from keyhole.kernels.reference.attention import capped
+from keyhole.kernels.reference.attention import capped, softmax
 from keyhole.kernels.reference.pages import gathered
 from keyhole.kernels.reference.quantised import dequantised
 from keyhole.kernels.selection import Selection
@@ -73,7 +73,8 @@ def add_received(
         keys = _keys_at(key_pages, page_table, torch.cat((start, position), 1))
         logits = _logits(some, keys, scale, softcap)  # [B, Hq, count, init + n]
         mask = torch.cat((before, seen), 2)[:, None]
-        weights = _softmax(logits.masked_fill(~mask, -math.inf), sinks)[..., init:].sum(2)
+        column = None if sinks is None else sinks.repeat_interleave(count)  # one per head and token
+        weights = softmax(logits.masked_fill(~mask, -math.inf), column)[..., init:].sum(2)
         gained = weights.gather(2, token[:, None].expand_as(weights)).transpose(1, 2)  # [B, n, Hq]
         page, place = _where(page_table, position, received.shape[3])
         old = received[page, :, :, place]  # [B, n, 2, Hq]
@@ -192,15 +193,7 @@ def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float | None) ->
     """Query [B, T, Hq, D], keys [B, Hkv, n, D]: float32 [B, Hq, T, n]."""
     grouped = query.float().transpose(1, 2).unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, T, D]
     logits = (grouped @ keys[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax over the last dimension [B, Hq, T, n]; sinks [Hq]: one more logit per head."""
-    if sinks is None:
-        return logits.softmax(-1)
-    more = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
-    return F.softmax(torch.cat((logits, more), -1), dim=-1)[..., :-1]
+    return capped(logits, softcap)
 
 
 def _in_two(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

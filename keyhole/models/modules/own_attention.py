@@ -116,102 +116,97 @@ def _is_told_its_layer(cls: Any) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def _xglm(cls: Any) -> dict[str, Any]:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        past = PassThrough.among(args, named)
-        if past is None:
-            return cls.forward(self, hidden_states, *args, **named)
-        query, key, value = (
-            _heads(project(hidden_states), self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out, _ = attention(self, query, key, value, None, scaling=self.scaling, keyhole=past.batch)
-        return self.out_proj(out.flatten(2)), None
+def _attends_itself(compute: Callable[..., Any]) -> Callable[[Any], dict[str, Any]]:
+    """`compute` replaces the module's forward: it gets the same arguments, after the cache's."""
 
-    return {"forward": forward}
+    def make(cls: Any) -> dict[str, Any]:
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
+            past = PassThrough.among(args, named)
+            if past is None:
+                return cls.forward(self, *args, **named)
+            return compute(self, past, *args, **named)
 
+        return {"forward": forward}
 
-def _bloom(cls: Any) -> dict[str, Any]:
-    def forward(
-        self: Any, hidden_states: Tensor, residual: Tensor, *args: Any, **named: Any
-    ) -> Any:
-        past = PassThrough.among(args, named)
-        if past is None:
-            return cls.forward(self, hidden_states, residual, *args, **named)
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
-        out = _with_alibi(self, past, (query, key, value), self.inv_norm_factor)
-        return residual + self.dense(out.flatten(2)), None
-
-    return {"forward": forward}
+    return make
 
 
-def _mpt(cls: Any) -> dict[str, Any]:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        past = PassThrough.among(args, named)
-        if past is None:
-            return cls.forward(self, hidden_states, *args, **named)
-        fused = self.Wqkv(hidden_states)
-        if self.clip_qkv:
-            fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        parts = (_heads(part, self.head_dim) for part in fused.chunk(3, -1))
-        out = _with_alibi(self, past, tuple(parts), self.softmax_scale)
-        return self.out_proj(out.flatten(2)), None
-
-    return {"forward": forward}
+@_attends_itself
+def _xglm(module: Any, past: PassThrough, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    query, key, value = (
+        _heads(project(hidden_states), module.head_dim)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    out = attention(module, query, key, value, None, scaling=module.scaling, keyhole=past.batch)[0]
+    return module.out_proj(out.flatten(2)), None
 
 
-def _falcon(cls: Any) -> dict[str, Any]:
+@_attends_itself
+def _bloom(
+    module: Any, past: PassThrough, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
+) -> Any:
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    out = _with_alibi(module, past, (query, key, value), module.inv_norm_factor)
+    return residual + module.dense(out.flatten(2)), None
+
+
+@_attends_itself
+def _mpt(module: Any, past: PassThrough, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    parts = (_heads(part, module.head_dim) for part in fused.chunk(3, -1))
+    out = _with_alibi(module, past, tuple(parts), module.softmax_scale)
+    return module.out_proj(out.flatten(2)), None
+
+
+@_attends_itself
+def _falcon(module: Any, past: PassThrough, hidden_states: Tensor, *_: Any, **named: Any) -> Any:
     """Queries, keys and values of a KV head lie side by side; transformers repeats the keys."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        past = PassThrough.among(args, named)
-        if past is None:
-            return cls.forward(self, hidden_states, *args, **named)
-        rotate = _rotary_of(cls)
-        fused = self.query_key_value(hidden_states)
-        heads = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim)).transpose(1, 2)
-        query = heads[..., :-2, :].transpose(2, 3).flatten(1, 2)  # [1, H, T, D]
-        key, value = heads[..., -2, :], heads[..., -1, :]
-        query, key = rotate(query, key, *named["position_embeddings"])
-        scaling = float(self.inv_norm_factor)
-        out, _ = attention(self, query, key, value, None, scaling=scaling, keyhole=past.batch)
-        return self.dense(out.flatten(2)), None
-
-    return {"forward": forward}
+    fused = module.query_key_value(hidden_states)
+    heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim)).transpose(1, 2)
+    query = heads[..., :-2, :].transpose(2, 3).flatten(1, 2)  # [1, H, T, D]
+    key, value = heads[..., -2, :], heads[..., -1, :]
+    query, key = _rotate(module, query, key, named["position_embeddings"])
+    scaling = float(module.inv_norm_factor)
+    out = attention(module, query, key, value, None, scaling=scaling, keyhole=past.batch)[0]
+    return module.dense(out.flatten(2)), None
 
 
-def _diff_llama(cls: Any) -> dict[str, Any]:
+@_attends_itself
+def _diff_llama(
+    module: Any,
+    past: PassThrough,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *_: Any,
+    **__: Any,
+) -> Any:
     """Two softmaxes whose keys are shared read both halves of the values at once."""
-
-    def forward(
-        self: Any, hidden_states: Tensor, position_embeddings: Any, *args: Any, **named: Any
-    ) -> Any:
-        past = PassThrough.among(args, named)
-        if past is None:
-            return cls.forward(self, hidden_states, position_embeddings, *args, **named)
-        rotate = _rotary_of(cls)
-        query, key, value = (
-            _heads(project(hidden_states), self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, key, *position_embeddings)
-        halves = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [1, Hkv, T, 2 D]
-        out, _ = attention(self, query, key, halves, None, scaling=self.scaling, keyhole=past.batch)
-        first, second = out.chunk(2, 2)
-        gain = [
-            torch.exp((a * b).sum(dtype=torch.float32))
-            for a, b in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
-        ]
-        weight = (gain[0] - gain[1]).to(query.dtype) + self.lambda_init
-        mixed = (1 - self.lambda_init) * self.groupnorm(first - weight * second)
-        return self.o_proj(mixed.flatten(2)), None
-
-    return {"forward": forward}
+    query, key, value = (
+        _heads(project(hidden_states), module.head_dim)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query, key = _rotate(module, query, key, position_embeddings)
+    halves = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [1, Hkv, T, 2 D]
+    scaling = module.scaling
+    out = attention(module, query, key, halves, None, scaling=scaling, keyhole=past.batch)[0]
+    first, second = out.chunk(2, 2)
+    pairs = (module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2)
+    gain = [torch.exp((a * b).sum(dtype=torch.float32)) for a, b in pairs]
+    weight = (gain[0] - gain[1]).to(query.dtype) + module.lambda_init
+    mixed = (1 - module.lambda_init) * module.groupnorm(first - weight * second)
+    return module.o_proj(mixed.flatten(2)), None
 
 
-def _rotary_of(cls: Any) -> Any:
-    """The function by which a class rotates queries and keys."""
-    return inspect.unwrap(cls.forward).__globals__["apply_rotary_pos_emb"]
+def _rotate(
+    module: Any, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Query and key rotated by the function that the module's family has for it."""
+    family: Any = type(module).__base__
+    rotate = inspect.unwrap(family.forward).__globals__["apply_rotary_pos_emb"]
+    rotated: tuple[Tensor, Tensor] = rotate(query, key, *position_embeddings)
+    return rotated
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:

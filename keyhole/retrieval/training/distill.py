@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from keyhole.config import require
 from keyhole.errors import ConfigError
 from keyhole.retrieval.draft import DRAFT_FOLDER, DraftModel, write_draft
-from keyhole.retrieval.head import RetrievalHead
+from keyhole.retrieval.head import RetrievalHead, draw_weights
 from keyhole.retrieval.target import Target, distinct_feature_layers
 from keyhole.retrieval.training import objectives
 from keyhole.retrieval.training.objectives import Draft, attention_loss, eagle_loss, selection_loss
@@ -169,7 +169,7 @@ def _random(network: nn.Module, config: TrainingConfig) -> RetrievalHead:
         trained_length=config.length,
     )
     head = RetrievalHead(own, base.embedding).float()
-    _draw(head, config.seed)
+    draw_weights(head, config.seed)
     return head
 
 
@@ -195,7 +195,7 @@ def _draft(network: nn.Module, head: RetrievalHead, seed: int, before: DraftMode
         return draft.to(output.weight.device).float()
     size = getattr(config, "intermediate_size", None) or 4 * head.config.hidden_size
     draft = Draft(head, output.weight, int(size)).to(output.weight.device)
-    _draw(draft, seed)
+    draw_weights(draft, seed)
     for last in (draft.o, draft.down):  # at first the layer passes its input through
         nn.init.zeros_(last.weight)
     _pass_states(head)
@@ -229,12 +229,3 @@ def _pass_states(head: RetrievalHead) -> None:
         parts = head.fc.weight.view(config.hidden_size, count, config.feature_size)
         for part in {0, count - 1}:
             parts[:, part].diagonal().add_(1)
-
-
-@torch.no_grad()
-def _draw(module: nn.Module, seed: int) -> None:
-    """Draws all matrices for outputs of unit variance; the same on each device."""
-    generator = torch.Generator().manual_seed(seed)
-    for linear in (part for part in module.modules() if isinstance(part, nn.Linear)):
-        spread = linear.in_features**-0.5
-        linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * spread)

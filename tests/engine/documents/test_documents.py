@@ -151,7 +151,7 @@ def test_what_is_not_computed_again_stays_as_it_was_stored(
         asked = assembled(llm, stack, names, [9], Masks(kept, written, fuses=False), [], [])
         request = Sequence(array("i", asked.tokens), SamplingParams(), Detokenizer(None, ()))
         request.context = asked.context
-        filling = llm.engine.document_prefill.begin(request)
+        filling = llm.engine.document_prefill(llm.engine.under(None)).begin(request)
         while filling.filled is None:
             filling.run(llm.engine.pace)
         request.pages = filling.take()

@@ -53,10 +53,10 @@ class Erring:
         return (token + self._random.randint(1, self._vocab_size - 1)) % self._vocab_size
 
 
-def under_draft(engine: Engine, draft: drafting.Proposer) -> Engine:
+def under_draft(engine: Engine, draft: Erring) -> Engine:
     """An engine made with draft="ngram", under another draft."""
     assert engine.drafting is not None
-    engine.drafting._proposer = draft
+    engine.drafting._proposer = draft.propose
     return engine
 
 

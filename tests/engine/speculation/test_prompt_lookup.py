@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keyhole import SamplingParams
 from keyhole.engine.sequence import Sequence
-from keyhole.engine.speculation.prompt_lookup import PromptLookup, continuation
+from keyhole.engine.speculation.prompt_lookup import continuation, propose
 from keyhole.tokenization import Detokenizer
 
 
@@ -50,7 +50,6 @@ def test_examples(text: list[int], wanted: list[int]) -> None:
 
 
 def test_texts_grow_and_do_not_mix() -> None:
-    lookup = PromptLookup()
     texts = [[1, 2, 3, 1], [4, 4, 5]]
     made = [
         Sequence(array("i", text), SamplingParams(max_tokens=9), Detokenizer(None))
@@ -58,5 +57,5 @@ def test_texts_grow_and_do_not_mix() -> None:
     ]
     for token in (2, 5, 4, 3, 1, 2, 4, 4, 5):
         for sequence in made:
-            assert lookup.propose(sequence, 3) == searched(sequence.tokens.tolist(), 3)
+            assert propose(sequence, 3) == searched(sequence.tokens.tolist(), 3)
             sequence.tokens.append(token)

@@ -20,11 +20,10 @@ from keyhole.errors import ConfigError
 from keyhole.models import families
 from keyhole.models.loading import load_files
 from keyhole.models.locate import locate
-from keyhole.models.model import Model
+from keyhole.models.model import Model, beside_weights
 from keyhole.models.model_config import load_tokenizer
 from keyhole.models.positions import RopeShift
 from keyhole.models.shrink import mapped
-from keyhole.reuse.sam_kv import STABILITY_FILE
 
 #: The connector's name in vLLM, and the settings in its `kv_connector_extra_config`.
 CONNECTOR = "KeyholeConnector"
@@ -130,7 +129,6 @@ def _model(config: VllmConfig) -> Model:
         return load_files(found, "cpu", asked.dtype, words)
     families.check(network.config, found.name)
     length, reason = families.max_length(network.config, None)
-    stability = Path(found.name) / STABILITY_FILE
     return Model(
         name=Path(found.name).name,
         network=network,
@@ -141,5 +139,5 @@ def _model(config: VllmConfig) -> Model:
         length_reason=reason,
         eos_token_ids=frozenset(),
         defaults={},
-        stability=stability if stability.is_file() else None,
+        **beside_weights(Path(found.name)),
     )
