@@ -193,8 +193,8 @@ def setting(value: object) -> str:
 INTERRUPTED = 130
 
 
-#: A second signal within this time repeats the first: a program that runs this one (uv, npm, timeout)
-#: passes on a Ctrl-C that the terminal has sent to both.
+#: A second signal within this time repeats the first: a program that runs this one, such as uv or
+#: npm, passes on a Ctrl-C that the terminal has sent to both.
 _REPEAT_SECONDS = 0.5
 
 
