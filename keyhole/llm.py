@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
@@ -366,7 +367,8 @@ class LLM:
     def stream_ask(self, **arguments: Any) -> Iterator[Piece]:
         """Streams the answer of `ask`."""
         with ExitStack() as stack:
-            yield from self._stream(self.submit_ask(stack, **arguments))
+            sequence = self.submit_ask(stack, **arguments)
+            return self._stream(sequence, stack.pop_all())
 
     def submit(
         self,
@@ -480,7 +482,20 @@ class LLM:
             self._abort(left)
         return [result_of(sequence) for sequence in sequences]
 
-    def _stream(self, sequence: Sequence) -> Iterator[Piece]:
+    def _stream(self, sequence: Sequence, opened: ExitStack | None = None) -> Iterator[Piece]:
+        """The pieces of a request, which is freed with them; `opened` is closed then."""
+
+        def free() -> None:
+            self._abort([sequence])
+            if opened is not None:
+                opened.close()
+
+        pieces = self._pieces(sequence, free)
+        # None of a generator's own code runs if nobody iterates over it.
+        weakref.finalize(pieces, free).atexit = False
+        return pieces
+
+    def _pieces(self, sequence: Sequence, free: Callable[[], None]) -> Iterator[Piece]:
         given, done = 0, False
         try:
             while not done:
@@ -494,7 +509,7 @@ class LLM:
                     done = piece.result is not None
                     yield piece
         finally:
-            self._abort([sequence])
+            free()
 
     def _abort(self, sequences: Iterable[Sequence]) -> None:
         with self.engine.lock:

@@ -256,7 +256,7 @@ def as_line(entry: Mapping[str, Any]) -> bytes:
 def _entry(text: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:  # includes bytes that are not UTF-8
+    except (ValueError, RecursionError):  # ValueError includes bytes that are not UTF-8
         return None
     good = isinstance(found, dict) and str(found.get("id")).startswith(ID_PREFIX)
     return found if good else None

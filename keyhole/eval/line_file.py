@@ -157,6 +157,6 @@ def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
 def _object(text: bytes) -> Line | None:
     try:
         found = json.loads(text)
-    except ValueError:  # includes bytes that are not UTF-8
+    except (ValueError, RecursionError):  # ValueError includes bytes that are not UTF-8
         return None
     return found if isinstance(found, dict) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +33,9 @@ from keyhole.models.batch import Batch, PassThrough
 from keyhole.models.model import Model
 from keyhole.policies.base import Policy
 from keyhole.policies.spe_context import choice_lists
+
+#: How often a thread that waits looks whether the thread that holds the lock has ended.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,8 @@ class Hooks:
         self._handles: list[Any] = []
         self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
         # One thread at a time (a streamer may have its own). A thread whose forward pass was
-        # interrupted, so that the second hook never ran, still holds the lock.
+        # interrupted, so that the second hook never ran, still holds the lock until it runs another
+        # or ends.
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
 
@@ -155,8 +160,16 @@ class Hooks:
             self._lock.release()
 
     def _take_turn(self) -> None:
-        if self._calls.pop(threading.get_ident(), None) is None:
-            self._lock.acquire()
+        if self._calls.pop(threading.get_ident(), None) is not None:
+            return
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            for ended in self._calls.keys() - sys._current_frames().keys():
+                if self._calls.pop(ended, None) is not None:
+                    return
+
+    def __reduce__(self) -> Any:
+        """Refused: hooks are copied with their model."""
+        raise unsupported("copying or pickling the model; do so outside the block")
 
     def _before(
         self, _: Any, args: tuple[Any, ...], named: dict[str, Any]
@@ -192,6 +205,14 @@ class Hooks:
                 raise unsupported(f"{name} ({reason})")
         if network.config._attn_implementation != NAME:
             raise unsupported("set_attn_implementation; call it before the block")
+        if (network.dtype, network.device) != (self._model.dtype, self._model.device):
+            raise unsupported(
+                f"moving the model inside its block, from {self._model.dtype} on "
+                f"{self._model.device} to {network.dtype} on {network.device}"
+            )
+        kind = self._model.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != network.dtype:
+            raise unsupported(f"autocast of a {network.dtype} model; load it in another dtype")
         if network.training:
             raise unsupported("training mode; call model.eval() first")
         if torch.is_grad_enabled():

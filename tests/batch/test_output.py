@@ -62,7 +62,9 @@ def test_a_custom_id_with_half_a_character_stays_as_it_is() -> None:
     assert json.loads(as_line(given)) == given
 
 
-@pytest.mark.parametrize("content", [b"my thesis\n", b"my thesis", b'{"id": 7}\n', b"\0x", b"[]\n"])
+@pytest.mark.parametrize(
+    "content", [b"my thesis\n", b"my thesis", b'{"id": 7}\n', b"\0x", b"[]\n", b"[" * 10**5]
+)
 def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "thesis.txt"
     path.write_bytes(content)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from keyhole.cli.common import terminal
 from keyhole.cli.common.terminal import Interrupt
 from keyhole.engine.engine import Engine
 from tests.cli.conftest import Run
@@ -95,11 +96,14 @@ def test_a_second_interrupt_ends_the_program(
     assert ran.status == 130
 
 
-def test_what_handled_a_signal_before_does_so_after() -> None:
+def test_what_handled_a_signal_before_does_so_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that came twice at once, as under `uv run`, lost what train-head had trained."""
     before = signal.getsignal(signal.SIGTERM)
     with Interrupt(signal.SIGTERM) as interrupt:
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert interrupt.seen
+        monkeypatch.setattr(terminal, "_REPEAT_SECONDS", -1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before

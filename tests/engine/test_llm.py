@@ -94,6 +94,15 @@ def test_leaving_a_stream_early_frees_its_pages(llm: LLM) -> None:
     llm.engine.check_integrity()
 
 
+def test_a_stream_that_nobody_reads_leaves_nothing(llm: LLM) -> None:
+    """Its request stayed in the queue, and was computed to its end beside the next one."""
+    stream = llm.stream("hello", GREEDY)
+    assert llm.engine.has_work
+    del stream
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
 def test_two_streams_run_side_by_side(llm: LLM) -> None:
     wanted = [llm.generate(prompt, GREEDY).text for prompt in ("hello", "goodbye then")]
     streams = [llm.stream("hello", GREEDY), llm.stream("goodbye then", GREEDY)]

@@ -99,7 +99,7 @@ def test_what_others_added_meanwhile_stays(tmp_path: Path, there: str) -> None:
     assert found == ["0", "a", "b", "c"][found[0] != "0" :]
 
 
-@pytest.mark.parametrize("wrong", ["[1]", "no", '{"task": '])
+@pytest.mark.parametrize("wrong", ["[1]", "no", '{"task": ', '{"a":' * 10**5])
 def test_any_other_damage_is_said_with_its_line(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(f"{json.dumps(FIRST)}\n\n{wrong}\n{json.dumps(FIRST)}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,20 @@ def under_eager(network: Any) -> None:
         network.set_attn_implementation(ours)
 
 
+def under_autocast(network: Any) -> None:
+    """Ended in an error of torch about the dtypes of an "Index put"."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decode(network, prompts(5))
+
+
+def moved(network: Any) -> None:
+    """The same."""
+    try:
+        decode(network.to(torch.bfloat16), prompts(5))
+    finally:
+        network.to(torch.float32)
+
+
 REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "beams": ("beam search", lambda net: decode(net, prompts(5), num_beams=2)),
     "lookup": (
@@ -58,6 +74,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda net: decode(net, prompts(5), output_attentions=True),
     ),
     "another attention": ("set_attn_implementation; call it before the block", under_eager),
+    "autocast": ("autocast of a torch.float32 model", under_autocast),
+    "a move": ("moving the model inside its block, from torch.float32 on cpu to torch.bf", moved),
+    "a copy": ("copying or pickling the model; do so outside", copy.deepcopy),
+    "a pickle": ("copying or pickling the model; do so outside", pickle.dumps),
     "labels": ("labels", lambda net: forward(net, prompts(5), labels=prompts(5)["input_ids"])),
     "gradients": ("gradients; call", lambda net: net(**prompts(5))),
     "a mask of its own": (

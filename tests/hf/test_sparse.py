@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,31 @@ def test_an_interrupted_forward_does_not_hold_up_the_next_one(network: Any) -> N
             decode(network, prompts(9))
         handle.remove()
         assert_same(decode(network, prompts(9)), expected)
+
+
+def test_a_thread_that_ended_in_a_forward_does_not_hold_up_others(network: Any) -> None:
+    """What is no Exception leaves out the second hook; then every other thread waited forever."""
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    def ended() -> None:
+        with contextlib.suppress(SystemExit):
+            decode(network, prompts(9))
+
+    def run(work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    expected, got = decode(network, prompts(9)), []
+    with sparse(network):
+        handle = network.model.layers[2].register_forward_pre_hook(end)
+        run(ended)
+        handle.remove()
+        run(lambda: got.append(decode(network, prompts(9))))
+    assert_same(got[0], expected)
 
 
 def test_a_failed_forward_leaves_rows_that_go_on(network: Any) -> None:

@@ -37,6 +37,7 @@ def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
         ("", "has no text of 96 tokens or more (the longest of 0 has 0)"),
         ('"short"', "has no text of 96 tokens or more (the longest of 1 has 6)"),
         ('"fine"\n{', "line 2 is not JSON"),
+        ("[" * 10**5, "line 1 is not JSON"),
         ('{"text": 1}', "line 1 must be a JSON string or list of token ids"),
         ("[1, 2.5]", "line 1 must be a JSON string or list of token ids"),
         ("[1, 272]", "line 1 has token id 272, but those of the model are 0 to 271"),

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,10 +193,16 @@ def setting(value: object) -> str:
 INTERRUPTED = 130
 
 
+#: A second signal within this time repeats the first: a program that runs this one, such as uv or
+#: npm, passes on a Ctrl-C that the terminal has sent to both.
+_REPEAT_SECONDS = 0.5
+
+
 class Interrupt:
-    """Records the first of these signals in `seen`; a second one raises KeyboardInterrupt."""
+    """Records the first of these signals in `seen`; a later one raises KeyboardInterrupt."""
 
     seen = False
+    _first = 0.0
 
     def __init__(self, *signals: signal.Signals) -> None:
         self._signals = signals or (signal.SIGINT,)
@@ -205,9 +212,10 @@ class Interrupt:
         return self
 
     def _see(self, number: int, frame: FrameType | None) -> None:
-        if self.seen:
+        if not self.seen:
+            self.seen, self._first = True, time.monotonic()
+        elif time.monotonic() - self._first > _REPEAT_SECONDS:
             raise KeyboardInterrupt
-        self.seen = True
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

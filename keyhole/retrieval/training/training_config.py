@@ -213,7 +213,7 @@ def texts_in(name: str) -> list[tuple[str, Any]]:
             continue
         try:
             text = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--data {name!r}, line {number} is not JSON: {error}") from error
         if not isinstance(text, str | list):
             raise ConfigError(f"--data {name!r}, line {number} must be {FORMS}")

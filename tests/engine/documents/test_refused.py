@@ -64,6 +64,17 @@ def test_text_in_text_out(llm: LLM) -> None:
     assert "".join(piece.text for piece in pieces) == result.text
 
 
+def test_a_stream_that_is_not_read_is_refused_at_once_and_leaves_nothing(llm: LLM) -> None:
+    """As `stream`; an unknown name was told when the first piece was asked for."""
+    with pytest.raises(UnknownNameError):
+        llm.stream_ask("which?", ["fak"])
+    stream = llm.stream_ask("which?", ["faq"], params=FEW)
+    assert llm.engine.has_work
+    del stream
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
 def test_a_chat_template_stands_around(llm: LLM) -> None:
     result = llm.ask("which?", ["faq"], params=FEW, chat=True, prefix="read: ")
     message = {"role": "user", "content": "read: the red lamp means that the tank is emptywhich?"}
