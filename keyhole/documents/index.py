@@ -127,7 +127,11 @@ class Index:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None)
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA synchronous = OFF")
+        try:
+            connection.execute("PRAGMA synchronous = OFF")
+        except BaseException:  # of a file that is no database
+            connection.close()
+            raise
         return connection
 
     def _write(self, change: Callable[[sqlite3.Connection], _T]) -> _T:

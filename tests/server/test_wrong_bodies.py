@@ -201,14 +201,14 @@ def test_one_error_is_enough_for_a_prompt() -> None:
     reason="transformers 5.22 reads values that are nested so deeply",
 )
 def test_values_that_are_nested_too_deeply_are_refused(address: str) -> None:
-    """They were status 500."""
-    deep: Any = 1
-    for _ in range(900):
-        deep = {"a": deep}
-    body = {"messages": [{"role": "user", "content": "a", "deep": deep}]}
-    answer = httpx2.post(f"{address}/v1/chat/completions", content=json.dumps(body), headers=JSON)
-    assert answer.status_code == 400
-    assert "nested too deeply" in answer.json()["error"]["message"]
+    """They were status 500. How many levels Python itself reads depends on its version."""
+    answers = []
+    for levels in (900, 3000, 9000):
+        deep = '{"a":' * levels + "1" + "}" * levels
+        body = f'{{"messages": [{{"role": "user", "content": "a", "deep": {deep}}}]}}'
+        answers.append(httpx2.post(f"{address}/v1/chat/completions", content=body, headers=JSON))
+    assert all(answer.status_code in (200, 400) for answer in answers)
+    assert any("nested too deeply" in answer.text for answer in answers)
 
 
 def test_a_number_that_python_does_not_read_says_so(address: str) -> None:
