@@ -162,9 +162,10 @@ def far_section(lines: Sequence[Line]) -> list[str]:
             "consecutive layers (figure 1), which it calls highly correlated, and gives no number. "
             "SpeContext's says that over 80 % of the tokens that its head selects are selected "
             "again at the next step (figure 6b); [the head of "
-            "`tiny-hops`](speed.md#offloaded-layers-of-keyhole-hops) repeats fewer, too. **None of "
-            "these models reaches that**: the words of a sentence look for different things, so "
-            "lists are more alike four and eight steps later."
+            "`tiny-hops`](speed.md#offloaded-layers-of-keyhole-hops) repeats as many only where "
+            "the budget is half of the text. **No list of pages here does**: the words of a "
+            "sentence look for different things, so lists are more alike four and eight steps "
+            "later."
         ),
         written(
             [
