@@ -486,16 +486,17 @@ class LLM:
         """The pieces of a request, which is freed with them; `opened` is closed then."""
 
         def free() -> None:
-            self._abort([sequence])
+            self.engine.abort(sequence)
             if opened is not None:
                 opened.close()
 
-        pieces = self._pieces(sequence, free)
+        end = functools.partial(self.engine.lock.defer, free)
+        pieces = self._pieces(sequence, end)
         # None of a generator's own code runs if nobody iterates over it.
-        weakref.finalize(pieces, free).atexit = False
+        weakref.finalize(pieces, end).atexit = False
         return pieces
 
-    def _pieces(self, sequence: Sequence, free: Callable[[], None]) -> Iterator[Piece]:
+    def _pieces(self, sequence: Sequence, end: Callable[[], None]) -> Iterator[Piece]:
         given, done = 0, False
         try:
             while not done:
@@ -509,7 +510,7 @@ class LLM:
                     done = piece.result is not None
                     yield piece
         finally:
-            free()
+            end()
 
     def _abort(self, sequences: Iterable[Sequence]) -> None:
         with self.engine.lock:

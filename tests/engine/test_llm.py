@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import itertools
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_a_stream_that_nobody_reads_leaves_nothing(llm: LLM) -> None:
     stream = llm.stream("hello", GREEDY)
     assert llm.engine.has_work
     del stream
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_that_is_collected_during_a_step_ends_after_it(llm: LLM, *, begun: bool) -> None:
+    """Its pages were freed in the middle of the step."""
+    stream = llm.stream("hello", GREEDY)
+    if begun:
+        next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)  # so that only the garbage collector finds it
+    del stream
+    with llm.engine.lock:  # as in a step
+        del cycle
+        gc.collect()
+        assert llm.engine.has_work
     assert not llm.engine.has_work
     llm.engine.check_integrity()
 

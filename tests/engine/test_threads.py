@@ -127,3 +127,30 @@ def test_who_stops_waiting_holds_nobody_up() -> None:
     thread.start()
     thread.join()
     assert done.is_set()
+
+
+def test_what_is_deferred_runs_when_nobody_holds_the_lock() -> None:
+    lock, done = FairLock(), []
+    lock.defer(lambda: done.append("at once"))
+    assert done == ["at once"]
+    with lock:
+        with lock:
+            lock.defer(lambda: done.append("later"))
+            lock.defer(lambda: lock.defer(lambda: done.append("by the deferred")))
+        other = threading.Thread(target=lock.defer, args=(lambda: done.append("other thread"),))
+        other.start()
+        other.join()  # it does not wait for the lock
+        assert done == ["at once"]
+    assert done == ["at once", "later", "other thread", "by the deferred"]
+    with lock._guard:  # garbage may be collected here, too
+        lock.defer(lambda: done.append("last"))
+    with lock:
+        pass
+    assert done[-1] == "last"
+
+
+def test_a_deferred_action_that_fails_leaves_the_lock_free() -> None:
+    lock = FairLock()
+    with pytest.raises(ZeroDivisionError), lock:
+        lock.defer(lambda: 1 / 0)
+    assert lock._owner is None

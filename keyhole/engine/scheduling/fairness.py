@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from keyhole.engine.sequence import Sequence
 
@@ -88,10 +89,20 @@ class FairLock:
     """
 
     def __init__(self) -> None:
+        self._deferred: deque[Callable[[], object]] = deque()
         self._guard = threading.Lock()  # protects the fields below
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
         self._depth = 0
+
+    def defer(self, action: Callable[[], object]) -> None:
+        """Runs an action under the lock: now if nobody holds it, else when its owner leaves it.
+
+        It never waits, so that a finalizer may call it: garbage is collected in any thread, and
+        in the middle of a step.
+        """
+        self._deferred.append(action)
+        self._run_if_free()
 
     def __enter__(self) -> None:
         me = threading.get_ident()
@@ -111,10 +122,27 @@ class FairLock:
             self._owner, self._depth = me, 1
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
-            self._depth -= 1
-            if self._depth == 0:
-                self._hand_over()
+        try:
+            while self._depth == 1 and self._deferred:
+                self._deferred.popleft()()
+        finally:
+            with self._guard:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._hand_over()
+            self._run_if_free()
+
+    def _run_if_free(self) -> None:
+        """Runs what is deferred; leaves it to the owner if there is one."""
+        if not self._deferred or not self._guard.acquire(blocking=False):
+            return
+        try:
+            if self._owner is not None:
+                return
+            self._owner, self._depth = threading.get_ident(), 1
+        finally:
+            self._guard.release()
+        self.__exit__()
 
     def _leave(self, turn: threading.Lock) -> None:
         """Stops waiting; passes the lock on if it was handed over meanwhile."""
