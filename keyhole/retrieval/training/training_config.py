@@ -158,11 +158,15 @@ class FileCorpus:
     texts: tuple[list[int], ...]
     name: str = "texts"
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the token ids: the same file read with another tokenizer counts as other
         texts.
         """
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:
         found = hashlib.sha256()
         for text in self.texts:
             found.update(json.dumps(text).encode())
