@@ -47,7 +47,8 @@ def tasks_section(lines: Sequence[Line]) -> list[str]:
             f"tells how well a method selects if at least {percent(_LEAST)} % are right with full "
             f"attention and with the tokens of the highest attention (oracle), and at most "
             f"{percent(_MOST)} % with the newest tokens and with random ones. "
-            f"{line['samples']} samples; in brackets Wilson's 95 % interval."
+            f"{line['samples']} samples; in brackets Wilson's 95 % interval; –: not measured, as "
+            "full attention already rules the task out."
         ),
         written(
             ["model", "task", "words", "generated", *_COLUMNS, "tells"],

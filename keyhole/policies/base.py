@@ -29,12 +29,21 @@ Budgets: tokens that every step reads, and the fewest entries that hold a share 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from keyhole import kernels
 from keyhole.cache.layout import Geometry, LayerLayout
-from keyhole.config import MethodSettings, is_count, is_number, require
+from keyhole.config import (
+    MethodSettings,
+    is_count,
+    is_number,
+    require,
+    require_layers_of,
+    setting,
+)
 from keyhole.errors import ConfigError
 from keyhole.kernels import LowRank, ScoreRequest, Selection
 
@@ -46,7 +55,7 @@ if TYPE_CHECKING:
     from keyhole.kernels import Rotation
     from keyhole.retrieval.gate import SeerGate
 
-__all__ = ["LowRank", "Policy", "ScoreRequest", "Selection", "SequenceData", "Step"]
+__all__ = ["BestPages", "LowRank", "Policy", "ScoreRequest", "Selection", "SequenceData", "Step"]
 
 Selects = Literal["per_layer", "by_scores", "positions"]
 
@@ -374,6 +383,63 @@ class Policy(MethodSettings):
     def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
         """Bytes read in this step besides keys and values, per sequence [B]; None is nothing."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestPages(Policy):
+    """Reads the `token_budget / page_size` pages of highest `page_scores` in every layer."""
+
+    selects: ClassVar[Selects | None] = "per_layer"
+    capturable: ClassVar[bool | str] = True
+    speculative: ClassVar[bool | str] = True
+    page_settings: ClassVar[tuple[str, ...] | None] = ()
+    token_budget: int = setting(1024, "tokens a step reads per KV head, in whole pages")
+    full_layers: tuple[int, ...] = setting((), "layers that read everything")
+    sink_size: int = setting(0, "first tokens that are always read, in whole pages")
+    window_size: int | None = setting(
+        None, "newest tokens always read, in whole pages; None: the newest page"
+    )
+
+    def page_scores(self, layer: int, query: Tensor, step: Step) -> Tensor:
+        """The score of each page, [B, H, P], for a list of pages per KV head or query head."""
+        raise AssertionError(f"{type(self).__name__} must define page_scores")
+
+    def resolve(self, geometry: Geometry) -> Self:
+        """Checks that the budget holds a page, and the pages that are always read."""
+        size = geometry.page_size
+        require_layers_of("full_layers", self.full_layers, geometry.num_layers)
+        require_page(self.token_budget, size)
+        whole = self.token_budget // size * size
+        always_read(self.sink_size, self.window_size, whole, size)
+        return self
+
+    def select(self, layer: int, query: Tensor, step: Step) -> Selection | None:
+        """The best pages of each list, the newest page among them.
+
+        Pages of documents whose tokens the layer dropped are left out.
+        """
+        if layer in self.full_layers or self._reads_all(step):
+            return None
+        scores, size = self.page_scores(layer, query, step), step.page_size
+        if step.kept_tokens is not None:
+            there = step.kept_tokens.pages(layer, scores.shape[2], size)
+            scores = scores.masked_fill(~there[:, None], float("-inf"))
+        first = whole_entries(self.sink_size, size)
+        last = max(1, whole_entries(self.window_size, size))
+        most = self.token_budget // size
+        return kernels.top_k(scores, step.pages, most, size, first=first, last=last)
+
+    def overhead_bytes(self, geometry: Geometry, step: Step) -> Tensor | None:
+        """The data of all pages in all sparse layers."""
+        if self._reads_all(step):
+            return None
+        layouts = [geometry.layers[i] for i in self._sparse_layers(geometry)]
+        shapes = [self.page_data(layout, geometry.page_size) for layout in layouts]
+        numbers = sum(math.prod(shape) for data in shapes for shape in data.values())
+        return step.pages * (numbers * geometry.itemsize)
+
+    def _reads_all(self, step: Step) -> bool:
+        return step.fits_in_pages(self.token_budget)
 
 
 def always_read(

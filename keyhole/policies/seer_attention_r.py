@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, ClassVar
 from keyhole import kernels
 from keyhole.cache.layout import LayerLayout
 from keyhole.config import setting
-from keyhole.policies.base import Step
-from keyhole.policies.quest import BestPages
+from keyhole.policies.base import BestPages, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
