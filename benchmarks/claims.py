@@ -65,11 +65,10 @@ HOPS_PLACES = {
 }
 #: Where `keyhole-scratch` is from the root of the repository.
 SCRATCH_MODEL = "recipes/tiny_model/keyhole-scratch"
-#: Places of `keyhole-scratch`. Those with settings of their own take hours at 4,096 words.
+#: Places of `keyhole-scratch`; with tuned settings each takes hours.
 SCRATCH_PLACES = dict.fromkeys(
     (("tiny_walk2", "prompt"), ("tiny_derive", "prompt")), (1024, 2048, 4096)
 )
-SCRATCH_FEW_PLACES = {("tiny_derive", "prompt"): (2048,), ("tiny_walk2", "prompt"): (1024,)}
 HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (1024,))
 #: Those that can have equal terms, and those of them that can be as published.
 _HOPS_METHODS = (
@@ -77,8 +76,10 @@ _HOPS_METHODS = (
     "clusterkv,clusterkv:share_group=False,shadowkv,spe_context,streaming_llm"
 )
 _HOPS_PUBLISHED = (
-    "quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm,raas,r_kv,snapkv"
+    "spe_context,quest,delta,tidal_decode,omnikv,infllm,clusterkv,shadowkv,streaming_llm,raas,r_kv,"
+    "snapkv"
 )
+_HOPS_BUDGETS = "1/8,1/4,1/16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,27 +151,22 @@ PARTS = {
 }
 #: Flags at all terms of the models whose tasks need several look-ups.
 _HOPS_TERMS = {
-    "equal": ["--terms", "equal", "--policies", _HOPS_METHODS, "--budgets", "1/8,1/4,1/16"],
-    "published": ["--terms", "published", "--policies", _HOPS_PUBLISHED, "--budgets", "1/8"],
+    "equal": ["--terms", "equal", "--policies", _HOPS_METHODS],
+    "published": ["--terms", "published", "--policies", _HOPS_PUBLISHED],
     "tuned": [
         *("--terms", "tuned", "--trials", "6", "--tuning-limit", "12"),
-        *("--policies", _HOPS_METHODS, "--budgets", "1/8"),
+        *("--policies", _HOPS_METHODS),
     ],
 }
 PARTS |= {
     prefix + name: ClaimPart(
-        flags=["--model", model, *flags],
-        places=places if name == "equal" else few_places,
+        flags=["--model", model, *flags, "--budgets", _HOPS_BUDGETS],
+        places=places,
         samples=HOPS_SAMPLES,
     )
-    for prefix, model, places, few_places in (
-        (HOPS, "tiny-hops", HOPS_PLACES, HOPS_FEW_PLACES),
-        (
-            SCRATCH,
-            SCRATCH_MODEL,
-            SCRATCH_PLACES,
-            SCRATCH_FEW_PLACES,
-        ),
+    for prefix, model, places in (
+        (HOPS, "tiny-hops", HOPS_PLACES),
+        (SCRATCH, SCRATCH_MODEL, SCRATCH_PLACES),
     )
     for name, flags in _HOPS_TERMS.items()
 }
@@ -186,7 +182,7 @@ PARTS |= {
         (
             "lists",
             [
-                *("--terms", "equal", "--budgets", "1/8,1/4,1/16"),
+                *("--terms", "equal", "--budgets", _HOPS_BUDGETS),
                 *("--policies", "spe_context,spe_context:per_head=False"),
             ],
         ),

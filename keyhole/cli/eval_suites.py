@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.terminal import POLICY, Output
-from keyhole.cli.evaluate import (
+from keyhole.cli.common.evaluation import (
     exit_status,
     header,
     methods_of,
@@ -32,6 +31,7 @@ from keyhole.cli.evaluate import (
     print_table,
     resumable,
 )
+from keyhole.cli.common.terminal import POLICY, Output
 from keyhole.config import EngineConfig, require
 from keyhole.errors import ConfigError
 from keyhole.eval import comparisons

@@ -13,27 +13,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole import drawing, registry
+from keyhole.cli import eval_suites
 from keyhole.cli.common import flags, terminal
-from keyhole.cli.common.terminal import LINES, PAGE, Output, check_outputs
+from keyhole.cli.common.evaluation import (
+    exit_status,
+    header,
+    methods_of,
+    output_file,
+    print_closing,
+    print_table,
+    resumable,
+)
 from keyhole.config import bytes_text, require_known
 from keyhole.errors import ConfigError
 from keyhole.eval import comparisons
-from keyhole.eval.line_file import EvalOutcome, EvalTable, LineFile
 from keyhole.eval.settings import FORCED, EvalSettings
-from keyhole.policies import available_policies, make_policy, policy_name
-from keyhole.registry import is_settings_file
+from keyhole.policies import available_policies
 
 if TYPE_CHECKING:
-    from keyhole.eval.methods import Method
-    from keyhole.models.model import Model
+    from keyhole.eval.line_file import EvalOutcome
 
 
 #: Name and one line of help.
@@ -61,16 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_task_arguments(parser)
-    from keyhole.cli import eval_suites
-
     eval_suites.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the suite; returns its exit status."""
     require_known("suite", arguments.suite, SUITES)
-    from keyhole.cli import eval_suites
-
     if arguments.suite != "paper":
         eval_suites.refuse(arguments, *eval_suites.PAPER_ONLY)
     runs = {
@@ -130,66 +127,6 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     return exit_status(outcome)
 
 
-def output_file(arguments: argparse.Namespace, *others: Output) -> LineFile:
-    """The lines of --output; ConfigError, before hours of work, if a file cannot be written.
-
-    others: more files that the command will write.
-    """
-    check_outputs(
-        Output("--output", arguments.output, LINES), Output("--html", arguments.html, PAGE), *others
-    )
-    if arguments.html:
-        drawing.matplotlib()
-    return LineFile(arguments.output)
-
-
-@contextmanager
-def resumable(output: str) -> Iterator[None]:
-    """Says after Ctrl-C that the same command resumes."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command resumes from {output}", file=sys.stderr)
-        raise
-
-
-def header(benchmark: str, model: Model) -> Callable[[], dict[str, Any]]:
-    """Returns a function that makes the fields of a line for how, where and when it was
-    measured.
-    """
-    from keyhole.bench import measure
-
-    return functools.partial(measure.header, benchmark, model.device)
-
-
-def exit_status(outcome: EvalOutcome) -> int:
-    """1 if a policy was refused, unless only because it cannot run at equal terms."""
-    return 1 if any(not one.get("unequal") for one in outcome.refused) else 0
-
-
-def methods_of(settings: EvalSettings) -> list[Method]:
-    """Full attention, and every policy under every budget; a settings file has its own budget."""
-    from keyhole.eval.methods import Budget, Method, under_budgets
-
-    known, given = available_policies(), []
-    for spec in registry.parse(settings.policies):
-        name, stored = policy_name(spec.name), {}
-        label = registry.written(name, spec.settings)
-        if is_settings_file(name):
-            policy = make_policy(name)
-            name, stored = policy.name, dataclasses.asdict(policy)
-        require_known("policy", name, known)
-        own = registry.Spec(name, spec.settings)
-        typed = registry.typed(own, "policy", dataclasses.fields(known[name]))
-        given.append(Method(label=label, name=name, settings={**stored, **typed}))
-    return under_budgets(given, [Budget.parse(text) for text in settings.budgets])
-
-
-def print_table(table: EvalTable) -> None:
-    """Prints a table without its title."""
-    print(terminal.table(table.heads, table.rows, left=table.left))
-
-
 def _print(outcome: EvalOutcome, settings: EvalSettings, model: str, output: str) -> None:
     if settings.controls:
         found = comparisons.controls_table(outcome.lines, outcome.refused)
@@ -215,16 +152,3 @@ def _chosen(outcome: EvalOutcome) -> str:
             ]
             texts.append(f"{line['method']} at {line['length']:,} tokens: {'; '.join(chosen)}")
     return "\n".join(dict.fromkeys(texts))
-
-
-def print_closing(outcome: EvalOutcome, output: str) -> None:
-    """Prints how many cells were measured, and what was refused."""
-    new = len(outcome.lines) - outcome.stored
-    print(f"\n{terminal.count(new, 'cell')} measured, {outcome.stored} stored before: {output}")
-    reasons = [
-        f"{comparisons.NOT_EQUAL if one.get('unequal') else 'refused'}: {one['method']}: "
-        f"{one['error']}"
-        for one in outcome.refused
-    ]
-    # Each once: a budget that is too small is refused for every task.
-    print("\n".join(dict.fromkeys(reasons)), end="\n" if reasons else "")

@@ -2,8 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +77,9 @@ class _Imports(ast.NodeVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         above = self.package[: len(self.package) - node.level + 1] if node.level else []
         base = ".".join([*above, *([node.module] if node.module else [])])
-        names = [alias.name for alias in node.names]
-        self._add(node, *(f"{base}.{name}" for name in names) if base == "keyhole" else (base,))
+        for alias in node.names:
+            inside = f"{base}.{alias.name}"
+            self._add(node, inside if base == "keyhole" or is_module(inside) else base)
 
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else None
@@ -90,6 +92,11 @@ class _Imports(ast.NodeVisitor):
 
     def _add(self, node: ast.stmt | ast.expr, *targets: str) -> None:
         self.found += [Import(node.lineno, target, self.depth > 0) for target in targets]
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def imports(source: str, package: str) -> list[Import]:
@@ -131,6 +138,18 @@ def modules() -> list[tuple[str, str, list[Import]]]:
     return found
 
 
+def circle(files: Mapping[str, list[Import]]) -> list[str]:
+    """Modules that import each other, the first one again at the end; empty if there are none.
+
+    The `__init__` of a package is a door to what is in it, and may be imported from there.
+    """
+    try:
+        TopologicalSorter({m: {at.target for at in found} for m, found in files.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def test_the_layers_are_those_of_the_package() -> None:
     assert {part for _, part, _ in modules()} == set(LEVEL)
 
@@ -139,6 +158,23 @@ def test_imports_point_down() -> None:
     assert not [
         f"{path} {fault}" for path, part, found in modules() for fault in upward(part, found)
     ]
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert not circle(
+        {
+            path.removesuffix(".py").replace("/", "."): found
+            for path, _, found in modules()
+            if not path.endswith("__init__.py")
+        }
+    )
+
+
+def test_two_files_that_import_each_other_are_found() -> None:
+    upper = imports("def f():\n    from keyhole.cli import bench", "keyhole.cli")
+    lower = imports("from keyhole.cli.about import SHELLS", "keyhole.cli")
+    assert circle({"keyhole.cli.about": upper, "keyhole.cli.bench": lower})
+    assert not circle({"keyhole.cli.about": upper, "keyhole.cli.bench": []})
 
 
 def test_imports_stand_at_the_top_of_the_file() -> None:
