@@ -386,14 +386,31 @@ def random_model(config: Any) -> PreTrainedModel:
 
 
 def _network(config: Any) -> PreTrainedModel:
-    """A network in float32; UnknownNameError for a `rope_type` that transformers does not know."""
+    """A network in float32; UnknownNameError for a `rope_type` that transformers does not know.
+
+    ModelError for a padding token beyond the vocabulary.
+    """
     try:
-        return network_of(config, dtype=torch.float32)
-    except (KeyError, TypeError) as error:
+        # What a config asks for may not be installed, and is not what runs.
+        return network_of(config, dtype=torch.float32, attn_implementation="eager")
+    except (AssertionError, KeyError, TypeError) as error:
+        padding = wrong_padding(config, error)
+        if padding is not None:
+            raise ModelError(padding) from error
         unknown = unknown_rope_type(config, error)
         if unknown is not None:
             raise unknown from error
         raise
+
+
+def wrong_padding(config: Any, error: Exception) -> str | None:
+    """What is wrong if `error` is due to a padding token beyond the vocabulary, or None."""
+    if not isinstance(error, AssertionError) or "Padding_idx" not in str(error):
+        return None
+    return (
+        f"the config says pad_token_id {config.pad_token_id}, which is not below vocab_size "
+        f"{config.vocab_size}; set it to null in config.json"
+    )
 
 
 def unknown_rope_type(config: Any, error: Exception) -> UnknownNameError | None:

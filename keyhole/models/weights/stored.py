@@ -34,7 +34,16 @@ LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 def require_known(config: Any, name: str) -> None:
     """ModelError for a format that transformers does not know; it would ignore the scales."""
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and not AutoHfQuantizer.supports_quant_method(_fields(stored)):
+    if stored is None:
+        return
+    try:
+        known = AutoHfQuantizer.supports_quant_method(_fields(stored))
+    except ValueError as error:
+        raise ModelError(
+            f"the config of {name!r} says quantization_config {_fields(stored)!r}, which does not "
+            "name a quant_method; correct it, or delete it if the weights are not quantised"
+        ) from error
+    if not known:
         method = _fields(stored).get("quant_method")
         raise ModelError(
             f"the weights of {name!r} are stored as {method!r}, which this version of transformers "
