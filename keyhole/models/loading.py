@@ -217,9 +217,11 @@ def _load_network(
         raise
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
+        padding = wrong_padding(found, config, error)
+        if padding is not None:
+            raise padding from error
         unknown = unknown_rope_type(config, error)
-        reason = wrong_padding(config, error) or str(unknown or one_line(error))
-        line = damage(found.config.parent) or reason
+        line = damage(found.config.parent) or str(unknown or one_line(error))
         raise ModelError(
             f"the weights of {shown!r} cannot be loaded: {line}{why and '; '}{why}"
         ) from error

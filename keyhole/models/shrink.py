@@ -386,30 +386,27 @@ def random_model(config: Any) -> PreTrainedModel:
 
 
 def _network(config: Any) -> PreTrainedModel:
-    """A network in float32; UnknownNameError for a `rope_type` that transformers does not know.
-
-    ModelError for a padding token beyond the vocabulary.
-    """
+    """A network in float32; UnknownNameError for a `rope_type` that transformers does not know."""
     try:
         # What a config asks for may not be installed, and is not what runs.
         return network_of(config, dtype=torch.float32, attn_implementation="eager")
-    except (AssertionError, KeyError, TypeError) as error:
-        padding = wrong_padding(config, error)
-        if padding is not None:
-            raise ModelError(padding) from error
+    except (KeyError, TypeError) as error:
         unknown = unknown_rope_type(config, error)
         if unknown is not None:
             raise unknown from error
         raise
 
 
-def wrong_padding(config: Any, error: Exception) -> str | None:
-    """What is wrong if `error` is due to a padding token beyond the vocabulary, or None."""
+def wrong_padding(place: ModelFiles, config: Any, error: Exception) -> ModelError | None:
+    """The error for a padding token beyond the vocabulary, if `error` is due to one: torch names
+    neither.
+    """
     if not isinstance(error, AssertionError) or "Padding_idx" not in str(error):
         return None
-    return (
-        f"the config says pad_token_id {config.pad_token_id}, which is not below vocab_size "
-        f"{config.vocab_size}; set it to null in config.json"
+    remedy = "set it to null in config.json" if place.gguf is None else gguf_file.DAMAGED
+    return ModelError(
+        f"the config of {place.shown!r} says pad_token_id {config.pad_token_id}, which is not "
+        f"below vocab_size {config.vocab_size}; {remedy}"
     )
 
 
@@ -435,8 +432,11 @@ class WeightCount(NamedTuple):
 
 def count_weights(place: ModelFiles, config: Any) -> WeightCount:
     """Counts the weights of a model; no memory is taken."""
-    with torch.device("meta"):
-        network = _network(config)  # whatever the weights are stored in
+    try:
+        with torch.device("meta"):
+            network = _network(config)  # whatever the weights are stored in
+    except AssertionError as error:
+        raise wrong_padding(place, config, error) or error from error
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network

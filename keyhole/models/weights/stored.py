@@ -97,7 +97,8 @@ def require_same(network: Any, report: Mapping[str, Any], name: str) -> None:
     if missing:
         raise ModelError(
             f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of "
-            f"another shape, the first is {missing[0]}"
+            f"another shape, the first is {missing[0]}; download it again, or give the config that "
+            "belongs to these weights"
         )
     config = network.config
     predictors = int(getattr(config, "num_nextn_predict_layers", None) or 0)
