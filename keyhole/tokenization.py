@@ -7,10 +7,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from keyhole.config import is_count, is_several
-from keyhole.errors import RequestError, first_line
+from keyhole.errors import RequestError, first_line, one_line
 
 #: Text, token ids, or {"prompt_token_ids": token ids}.
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
@@ -76,7 +74,13 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
             f"the text has a lone surrogate, {text[error.start]!r}, at position {error.start}, "
             "which is not valid Unicode; decode the text with its own encoding"
         ) from error
-    return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
+    try:
+        return [int(token) for token in tokenizer(text, add_special_tokens=special).input_ids]
+    except Exception as error:  # some files of a tokenizer fail only when they are used
+        raise RequestError(
+            f"the tokenizer fails on the text: {one_line(error)}; correct its files, or give "
+            "tokenizer= another folder"
+        ) from error
 
 
 def word_ids(tokenizer: Any, words: Iterable[str], vocab_size: int) -> list[list[int]]:
@@ -148,7 +152,13 @@ def chat_text(
         )
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("this model has no chat template; use generate with a prompt")
-    template = str(tokenizer.get_chat_template(tools=tools))
+    try:
+        template = str(tokenizer.get_chat_template(tools=tools))
+    except ValueError as error:  # several, and none is the default
+        raise RequestError(
+            f"this model has chat templates for {', '.join(map(repr, tokenizer.chat_template))}, "
+            "and none that is called 'default'; name one of them so in its tokenizer_config.json"
+        ) from error
     for name in sorted(_OF_CONVERSATIONS & (settings or {}).keys()):
         raise RequestError(
             f"{name!r} cannot be given to a chat template; leave it out",
@@ -172,7 +182,7 @@ def chat_text(
                     **(settings or {}),
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             raise RequestError(
                 f"this model's chat template rejects the conversation: {first_line(error)}"
             ) from error

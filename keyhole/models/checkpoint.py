@@ -20,7 +20,7 @@ from keyhole.models.locate import ModelFiles, locate
 from keyhole.models.model_config import read_config
 from keyhole.models.shrink import count_weights
 from keyhole.models.weights.gguf_file import KeptSize, stored_dtype
-from keyhole.models.weights.stored import LAYER
+from keyhole.models.weights.stored import LAYER, require_known
 
 _INDEX = "model.safetensors.index.json"
 #: Number formats in the header of a safetensors file.
@@ -96,8 +96,8 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         config = read_config(place)
         families.check(config, name)
         _check_planned(config, name)
-        weights = count_weights(place, config)
-        quantised = "quantization_config" in stored
+        require_known(config, name)
+        quantised = stored.get("quantization_config") is not None
         headers = [] if quantised else list(_headers(path.parent))
         # Of a model of images and text, the files have more than is loaded. Some have no
         # `text_config`: the fields of their text stand beside those of the whole.
@@ -105,7 +105,8 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         counted = 0 if is_part else _count(headers, config)
         number = dtype
         if dtype == "auto":
-            number = _dtype(stored, headers) if place.gguf is None else stored_dtype(path)
+            number = _dtype(config, headers) if place.gguf is None else stored_dtype(path)
+        weights = count_weights(place, config)  # sets the config's dtype
         total, kept = counted or weights.num_parameters, weights.kept
         layers = families.layouts(config)
         return Checkpoint(
@@ -126,9 +127,9 @@ def read(model: str | Path | ModelFiles, dtype: str = "auto") -> Checkpoint:
         raise ModelError(f"the config of {name!r} has an {error}") from error
     except AttributeError as error:
         raise ModelError(f"the config of {name!r} has no field {error.name!r}") from error
-    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except ModelError:
+        raise
+    except Exception as error:  # transformers, torch, the file system
         raise ModelError(f"the files of {name!r} cannot be read: {one_line(error)}") from error
 
 
@@ -162,8 +163,7 @@ def weight_bytes(found: ModelFiles, config: Any, dtype: str) -> int:
         if getattr(config, "quantization_config", None) is not None:
             ends = (x["data_offsets"] for header in headers for x in header.values())
             return sum(end - begin for begin, end in ends)
-        stored = json.loads(found.config.read_text()) if dtype == "auto" else {}
-        number = _dtype(stored, headers) if dtype == "auto" else dtype
+        number = _dtype(config, headers) if dtype == "auto" else dtype
         return _count(headers, config) * ITEMSIZES[number]
     except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
         return 0
@@ -182,9 +182,10 @@ def _count(headers: list[dict[str, Any]], config: Any) -> int:
     return count
 
 
-def _dtype(stored: dict[str, Any], headers: list[dict[str, Any]]) -> str:
+def _dtype(config: Any, headers: list[dict[str, Any]]) -> str:
     """The dtype that transformers loads: the config's, else that of the first stored weight."""
-    stated = stored.get("dtype") or stored.get("torch_dtype")
+    # From "half" in the file transformers has made torch.float16.
+    stated = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
     kinds = [tensor["dtype"] for header in headers for tensor in header.values()]
     found = stated or next((_STORED[kind] for kind in kinds if kind in _STORED), "float32")
     if found not in ITEMSIZES:

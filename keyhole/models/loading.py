@@ -63,7 +63,7 @@ from keyhole.models.modules import (
     sequence_rope,
 )
 from keyhole.models.modules.fused_layer import fuse_layers
-from keyhole.models.shrink import unknown_rope_type
+from keyhole.models.shrink import unknown_rope_type, wrong_padding
 from keyhole.models.weights import gguf_file
 from keyhole.models.weights.adapters import merged, read_adapters, require_applied
 from keyhole.models.weights.packing import pack_weights
@@ -217,6 +217,9 @@ def _load_network(
         raise
     except Exception as error:  # transformers, safetensors, the file system
         why = found.unreachable or ("" if found.gguf is None else gguf_file.DAMAGED)
+        padding = wrong_padding(found, config, error)
+        if padding is not None:
+            raise padding from error
         unknown = unknown_rope_type(config, error)
         line = damage(found.config.parent) or str(unknown or one_line(error))
         raise ModelError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from keyhole.cache.argument import cache_argument
 from keyhole.cache.layout import Geometry
@@ -152,12 +153,16 @@ def require_defaults(folder: Path) -> None:
         return
     try:
         stored = json.loads(path.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("it must be a JSON object")
         SamplingParams().resolve(stored)
         ends = stored.get("eos_token_id")
-        each = ends if isinstance(ends, list) else [ends]
-        if not all(end is None or type(end) is int for end in each):
+        each = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(end) is int for end in each):
             raise ValueError(f"eos_token_id {ends!r} must be a token's number, or a list of them")
-    except (OSError, ValueError, AttributeError) as error:
+        # transformers reads it with the weights, and what it refuses would be said of those.
+        GenerationConfig.from_dict(stored)
+    except Exception as error:  # transformers raises what its checks happen to
         raise ModelError(
             f"{str(path)!r} is damaged: {one_line(error)}; correct it, or delete it to go without "
             "its defaults"

@@ -205,7 +205,8 @@ def read_tokenizer(found: ModelFiles) -> Any:
             )
             return None
         folder = Path(found.name) if in_folder else found.config.parent
-        line = (found.gguf is None and tokenizer_damage(folder)) or one_line(error)
+        line = found.gguf is None and tokenizer_damage(folder)
+        line = line or f"{one_line(error)}; correct its files, or give tokenizer= another folder"
         raise ModelError(f"the tokenizer of {found.shown!r} cannot be loaded: {line}") from error
 
 

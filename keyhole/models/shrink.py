@@ -388,12 +388,26 @@ def random_model(config: Any) -> PreTrainedModel:
 def _network(config: Any) -> PreTrainedModel:
     """A network in float32; UnknownNameError for a `rope_type` that transformers does not know."""
     try:
-        return network_of(config, dtype=torch.float32)
+        # What a config asks for may not be installed, and is not what runs.
+        return network_of(config, dtype=torch.float32, attn_implementation="eager")
     except (KeyError, TypeError) as error:
         unknown = unknown_rope_type(config, error)
         if unknown is not None:
             raise unknown from error
         raise
+
+
+def wrong_padding(place: ModelFiles, config: Any, error: Exception) -> ModelError | None:
+    """The error for a padding token beyond the vocabulary, if `error` is due to one: torch names
+    neither.
+    """
+    if not isinstance(error, AssertionError) or "Padding_idx" not in str(error):
+        return None
+    remedy = "set it to null in config.json" if place.gguf is None else gguf_file.DAMAGED
+    return ModelError(
+        f"the config of {place.shown!r} says pad_token_id {config.pad_token_id}, which is not "
+        f"below vocab_size {config.vocab_size}; {remedy}"
+    )
 
 
 def unknown_rope_type(config: Any, error: Exception) -> UnknownNameError | None:
@@ -418,8 +432,11 @@ class WeightCount(NamedTuple):
 
 def count_weights(place: ModelFiles, config: Any) -> WeightCount:
     """Counts the weights of a model; no memory is taken."""
-    with torch.device("meta"):
-        network = _network(config)  # whatever the weights are stored in
+    try:
+        with torch.device("meta"):
+            network = _network(config)  # whatever the weights are stored in
+    except AssertionError as error:
+        raise wrong_padding(place, config, error) or error from error
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     layers = [layers for layers in lists if len(layers) == int(config.num_hidden_layers)]
     last = layers[0][-1] if layers else network

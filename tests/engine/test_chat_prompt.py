@@ -89,3 +89,16 @@ def test_a_template_that_writes_parts_only_gets_parts(tokenizer: Any) -> None:
     )
     said = [USER, {"role": "assistant", "content": "Yes."}]
     assert chat_text(tokenizer, said) == "user: sum; assistant: Yes.; "
+
+
+def test_a_template_may_fail_in_any_way(tokenizer: Any) -> None:
+    """Only some of Python's errors were expected of it."""
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(RequestError, match="rejects the conversation: division by zero"):
+        chat_text(tokenizer, [USER])
+
+
+def test_several_templates_of_which_none_is_the_default_are_named(tokenizer: Any) -> None:
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    with pytest.raises(RequestError, match="for 'rag', 'tool_use', and none that is called 'def"):
+        chat_text(tokenizer, [USER])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ def test_a_dtype_is_the_files_unless_it_is_given(tmp_path: Path) -> None:
     assert checkpoint.read(path, "float32").dtype == "float32"
     with pytest.raises(UnknownNameError, match=r"unknown dtype 'float8'"):
         checkpoint.read(path, "float8")
+    for name, same in (("half", "float16"), ("float", "float32")):  # only a plan refused them
+        folder(path, fields | {"dtype": name})
+        assert checkpoint.read(path).dtype == same
     folder(path, fields | {"dtype": "float8_e4m3fn"})
     with pytest.raises(ModelError, match="dtype 'float8_e4m3fn'; give one of float32"):
         checkpoint.read(path)
@@ -139,6 +143,12 @@ def test_older_files_name_rope_otherwise(tmp_path: Path) -> None:
             stored("llama") | {"rope_parameters": {"rope_type": "yarm"}},
             r"has an unknown rope_type 'yarm'.* 'yarn'",
         ),
+        # A traceback.
+        (
+            stored("llama")
+            | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": math.inf}},
+            "cannot be read: OverflowError",
+        ),
         # It said "unhashable type".
         (
             stored("llama") | {"rope_parameters": {"rope_type": ["yarn"]}},
@@ -150,6 +160,12 @@ def test_what_is_no_model_is_refused(fields: object, message: str, tmp_path: Pat
     path = folder(tmp_path / "model", fields)
     with pytest.raises(ModelError, match=message):
         checkpoint.read(path)
+
+
+def test_attention_that_is_not_installed_does_not_matter(tmp_path: Path) -> None:
+    """A plan ended in an ImportError, where the model runs."""
+    fields = stored("llama") | {"attn_implementation": "flash_attention_2"}
+    assert checkpoint.read(folder(tmp_path / "model", fields)).num_parameters > 0
 
 
 def test_loading_names_an_unknown_rope_type(tmp_path: Path) -> None:

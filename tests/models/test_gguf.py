@@ -393,6 +393,78 @@ def test_rope_that_is_scaled_in_another_way_is_refused(
         load(path, "cpu")
 
 
+#: What a writer of GGUF files calls a field, a wrong value of it, and what is said of it.
+WRONG = [
+    (
+        "add_block_count",
+        2**31 - 1,
+        r"says block_count 2147483647, but has 21 tensors; the",
+    ),
+    ("add_feed_forward_length", 2**31 - 1, r"of 824,633,780,160 weights, but its tensors hold \d+"),
+    ("add_vocab_size", 2**32 - 1, r"of 549,755,\d+,\d+ weights, but its tensors hold"),
+    ("add_rope_scaling_factor", float("inf"), r"scales RoPE by rope\.scaling\.factor inf, which"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG)
+def test_a_damaged_field_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: float, message: str
+) -> None:
+    """The first three took all memory there is, and the last ended in a traceback."""
+
+    class Writer(GGUFWriter):
+        def write_header_to_file(self, *args: Any, **named: Any) -> None:
+            if field == "add_rope_scaling_factor":
+                self.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+                self.add_rope_scaling_orig_ctx_len(64)
+            else:
+                name = {"add_block_count": "block_count", "add_vocab_size": "vocab_size"}
+                name |= {"add_feed_forward_length": "feed_forward_length"}
+                del self.kv_data[0][f"llama.{name[field]}"]
+            getattr(self, field)(value)
+            super().write_header_to_file(*args, **named)
+
+    monkeypatch.setitem(write.__globals__, "GGUFWriter", Writer)
+    sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    base = make_model("llama", tmp_path, tokenizer=True, **sizes)
+    write(Path(base), tmp_path / "wrong.gguf", "Q8_0")
+    with pytest.raises(ModelError, match=message) as caught:
+        load(tmp_path / "wrong.gguf", "cpu")
+    assert "wrong.gguf" in str(caught.value)
+
+
+def test_a_matrix_of_another_shape_is_named(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks were kept, and were unpacked beyond the end of their memory."""
+
+    class Writer(GGUFWriter):
+        def add_tensor(self, name: str, tensor: Any, *args: Any, **named: Any) -> None:
+            turned = tensor.reshape(64, -1) if name == "blk.0.attn_k.weight" else tensor
+            super().add_tensor(name, turned, *args, **named)
+
+    monkeypatch.setitem(write.__globals__, "GGUFWriter", Writer)
+    write(original, tmp_path / "turned.gguf", "Q8_0")
+    with pytest.raises(ModelError, match=r"1 weights are .* the first is model.*k_proj\.weight;"):
+        load(tmp_path / "turned.gguf", "cpu")
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_named(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writer(GGUFWriter):
+        def write_header_to_file(self, *args: Any, **named: Any) -> None:
+            self.add_pad_token_id(99999)
+            super().write_header_to_file(*args, **named)
+
+    path = tmp_path / "padded.gguf"
+    monkeypatch.setitem(write.__globals__, "GGUFWriter", Writer)
+    write(original, path, "Q8_0")
+    for read in (load, checkpoint.read):
+        with pytest.raises(ModelError, match=r"padded\.gguf' says pad_token_id 99999, .* the file"):
+            read(path)
+
+
 def test_a_transformers_without_a_config_for_it_is_given_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from keyhole import LLM, ModelError, RequestError, SamplingParams
+from keyhole.models.checkpoint import read as read_shape
 from keyhole.models.loading import load
 from tests.checkpoints import make_model
 
@@ -250,10 +251,15 @@ def test_weights_of_a_dtype_that_no_config_states_are_named(checkpoint: Path) ->
     ("text", "reason"),
     [
         ("{", "JSONDecodeError"),
-        ("[]", "AttributeError"),
+        ("[]", "must be a JSON object"),
         ('{"do_sample": true, "temperature": -1.0}', "temperature -1.0 must be at least 0"),
         ('{"eos_token_id": "2"}', "eos_token_id '2' must be a token's number"),
         ('{"eos_token_id": [2, "9"]}', "or a list of them"),
+        ('{"eos_token_id": [2, null]}', r"eos_token_id \[2, None\] must be"),  # a TypeError
+        # transformers' own checks were reported as an error of the weights.
+        ('{"max_new_tokens": -3}', "max_new_tokens` must be greater than 0, but is -3"),
+        ('{"max_new_tokens": "20"}', "TypeError"),
+        ('{"cache_implementation": "none"}', "Invalid `cache_implementation`"),
     ],
 )
 def test_damaged_defaults_are_named(checkpoint: Path, text: str, reason: str) -> None:
@@ -261,6 +267,33 @@ def test_damaged_defaults_are_named(checkpoint: Path, text: str, reason: str) ->
     (checkpoint / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=rf"generation_config\.json' is damaged: .*{reason}"):
         load(checkpoint)
+
+
+def test_a_quantisation_without_a_method_is_named(checkpoint: Path) -> None:
+    """It ended in transformers' ValueError; a plan counted the weights as plain ones."""
+    edit(checkpoint / "config.json", quantization_config={"bits": 4})
+    for read in (load, read_shape):
+        with pytest.raises(ModelError, match=r"quantization_config \{'bits': 4\}.* delete it if"):
+            read(checkpoint)
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_named(checkpoint: Path) -> None:
+    """Loading named neither it nor the file, and a plan ended in an AssertionError."""
+    edit(checkpoint / "config.json", pad_token_id=272)
+    for read in (load, read_shape):
+        with pytest.raises(ModelError, match=r"pad_token_id 272, .* vocab_size 272; set it to nul"):
+            read(checkpoint)
+
+
+def test_files_of_a_tokenizer_that_fail_are_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """Some only fail when a text is encoded, which ended in a TypeError."""
+    path = Path(make_model("llama", tmp_path, tokenizer=True))
+    edit(path / "tokenizer_config.json", model_max_length="512")
+    with pytest.raises(RequestError, match=r"tokenizer fails on the text: TypeError: .*; corr"):
+        LLM(path, device="cpu").generate("a text")
+    edit(path / "tokenizer_config.json", pad_token=5)
+    with pytest.raises(ModelError, match=r"cannot be loaded: .* pad_token has to be .*; corr"):
+        load(path)
 
 
 def test_a_reason_in_the_second_line_is_told(checkpoint: Path) -> None:

@@ -66,6 +66,8 @@ _SIZES = {
 _DEPTHS = {"gemma2": 46, "gemma3_text": 62}
 #: Tokens that end an answer besides the end of the text, as in llama.cpp: end of turn, of message.
 _END_TOKENS = ("eot_token_id", "eom_token_id")
+#: A model may have so many times the weights of its file, as with tensors that a file has once.
+_MOST_MISSING = 2
 #: The parameters of a kept weight.
 _PARTS = BlockWeight._fields[:3]
 
@@ -98,6 +100,11 @@ def complete(config: Any, path: Path) -> None:
         found = read_field(reader, f"{_architecture(reader)}.{field}")
         if found:
             setattr(config, name, int(found[0]))
+    depth, count = int(getattr(config, "num_hidden_layers", 0)), len(reader.tensors)
+    if depth > count:  # a damaged number of layers would take all memory
+        raise ModelError(
+            f"the file {str(path)!r} says block_count {depth}, but has {count} tensors; {DAMAGED}"
+        )
     gguf_rope.complete(config, reader, _architecture(reader), str(path))
     _scale_attention(config)
     _add_end_tokens(config, reader)
@@ -162,10 +169,19 @@ def open_file(path: Path) -> Any:
 def require_places(path: Path, config: Any) -> None:
     """ModelError for a tensor of a file that the model has no place for, such as a bias.
 
-    transformers would leave it out, and the model would give other answers.
+    transformers would leave it out, and the model would give other answers. And for a model of many
+    more weights than the file has: memory would be taken for all of them.
     """
     with torch.device("meta"):
-        file = _File.open(path, AutoModelForCausalLM.from_config(config))
+        plain = AutoModelForCausalLM.from_config(config)
+        file = _File.open(path, plain)
+    need = plain.num_parameters()
+    have = sum(int(tensor.n_elements) for tensor in file.reader.tensors)
+    if need > _MOST_MISSING * have:
+        raise ModelError(
+            f"the fields of {str(path)!r} describe a model of {need:,} weights, but its tensors "
+            f"hold {have:,}; {DAMAGED}"
+        )
     for tensor in file.reader.tensors:
         name = str(tensor.name)
         is_known = name in file.names or name.removesuffix(_WEIGHT) in file.names
@@ -200,6 +216,7 @@ def load_blocks(path: Path, config: Any, dtype: Any, attention: str) -> tuple[An
         dtype=dtype,
         attn_implementation=attention,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the caller reports them
     )
     network.__class__ = family
     network.config.name_or_path = str(path.parent)
@@ -228,15 +245,15 @@ def _with_room(family: type[Any], kept: dict[str, BlockWeight], dtype: torch.dty
 class _File(NamedTuple):
     """A GGUF file beside the model that takes its weights.
 
-    names: the model's name of each tensor. tables: modules whose matrices can be kept, and the
-    length of a row. stacks: of each stack of experts' matrices that is kept, the tensors, the gates
+    names: the model's name of each tensor. tables: modules whose matrices can be kept, and their
+    shapes. stacks: of each stack of experts' matrices that is kept, the tensors, the gates
     before what they are multiplied with.
     """
 
     reader: Any
     processor: Any
     names: dict[str, str]
-    tables: dict[str, int]
+    tables: dict[str, tuple[int, ...]]
     stacks: dict[str, list[Any]]
 
     @classmethod
@@ -261,8 +278,11 @@ class _File(NamedTuple):
 
     def kept_rows(self, tensor: Any) -> np.ndarray[Any, Any] | None:
         """The row of the file that is each row of the model; None if blocks cannot be kept."""
-        length = self.tables.get(self.module(tensor), 1)
-        if tensor.tensor_type.name not in blocks.FORMATS or length % BLOCK:
+        shape = self.tables.get(self.module(tensor))
+        # One of another shape is reported after loading; kernels would read beyond its codes.
+        if shape is None or shape != tuple(map(int, reversed(tensor.shape))) or shape[1] % BLOCK:
+            return None
+        if tensor.tensor_type.name not in blocks.FORMATS:
             return None
         return self._order_of_rows(tensor.name, len(tensor.data))
 
@@ -357,13 +377,12 @@ def _read(
     return kept, {name: tensor.to(dtype) for name, tensor in state.items()}
 
 
-def _tables(network: Any) -> Iterator[tuple[str, int]]:
-    """Modules whose matrices can be kept, and the length of a row."""
+def _tables(network: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Modules whose matrices can be kept, and their shapes."""
     for name, module in network.named_modules():
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in LEFT:
-            yield name, module.in_features
-        elif is_plain_embedding(module):
-            yield name, module.embedding_dim
+        is_linear = type(module) is nn.Linear and name.rpartition(".")[2] not in LEFT
+        if is_linear or is_plain_embedding(module):
+            yield name, tuple(module.weight.shape)
 
 
 def _stacks(plain: Any, reader: Any, names: dict[str, str]) -> dict[str, list[Any]]:

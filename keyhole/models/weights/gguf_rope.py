@@ -9,6 +9,7 @@ error and gives other answers.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,8 @@ def _scaled(
         return rope
     if kind not in ("linear", "yarn"):
         raise _unknown(name, f"rope.scaling.type {kind!r}")
+    if not 0 < float(factor) < math.inf:
+        raise _unknown(name, f"rope.scaling.factor {factor}")
     scaled = rope | {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         length = _field(reader, f"{prefix}.original_context_length")

@@ -34,7 +34,16 @@ LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 def require_known(config: Any, name: str) -> None:
     """ModelError for a format that transformers does not know; it would ignore the scales."""
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and not AutoHfQuantizer.supports_quant_method(_fields(stored)):
+    if stored is None:
+        return
+    try:
+        known = AutoHfQuantizer.supports_quant_method(_fields(stored))
+    except ValueError as error:
+        raise ModelError(
+            f"the config of {name!r} says quantization_config {_fields(stored)!r}, which does not "
+            "name a quant_method; correct it, or delete it if the weights are not quantised"
+        ) from error
+    if not known:
         method = _fields(stored).get("quant_method")
         raise ModelError(
             f"the weights of {name!r} are stored as {method!r}, which this version of transformers "
@@ -88,7 +97,8 @@ def require_same(network: Any, report: Mapping[str, Any], name: str) -> None:
     if missing:
         raise ModelError(
             f"the checkpoint {name!r} is damaged: {len(missing)} weights are missing or of "
-            f"another shape, the first is {missing[0]}"
+            f"another shape, the first is {missing[0]}; download it again, or give the config that "
+            "belongs to these weights"
         )
     config = network.config
     predictors = int(getattr(config, "num_nextn_predict_layers", None) or 0)
