@@ -213,6 +213,13 @@ class Catalogue:
             raise self.unknown(name)
         return found
 
+    def text(self, found: SourceFile) -> bytes:
+        """The document's whole file; RecordError if it is gone."""
+        try:
+            return self.place.read(f"documents/{found.file}")
+        except FileNotFoundError as error:
+            raise RecordError("source", "its text is missing", "a file", found.name) from error
+
     def refresh(self, name: str) -> SourceFile | None:
         """See `find`; from the storage, because another machine may have changed it."""
         return self._refresh([name])[0]

@@ -51,9 +51,14 @@ class DocumentLookup:
         )
 
     def digest(self, name: str) -> str:
-        """The digest of a document's source; UnknownNameError with the nearest name."""
-        with told(self._place.url, "read"):
-            head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
+        """The digest of a document's source.
+
+        UnknownNameError with the nearest name; RecordError if its first line is damaged.
+        """
+        head = b""
+        if name.isprintable():  # no other is stored, and halves of characters have no digest
+            with told(self._place.url, "read"):
+                head = self._place.heads([f"documents/{file_of(name)}"], HEAD_BYTES)[0]
         if not head:
             paths = [f"documents/{name}" for name in self._files("documents")]
             known = []
@@ -61,7 +66,10 @@ class DocumentLookup:
                 with suppress(RecordError):  # a damaged first line has no name
                     known.append(SourceFile.parse(other).name)
             raise UnknownNameError("document", name, known)
-        return SourceFile.parse(head).digest
+        try:
+            return SourceFile.parse(head).digest
+        except RecordError as error:
+            raise error.of(name) from error
 
     def open(self, name: str, digest: str) -> StoredDocument:
         """Opens the record of a source; close it afterwards. name: for messages.

@@ -296,19 +296,13 @@ class DocumentStore:
         with self._told("read"):
             try:
                 return self._text(self._catalogue.source(name))
-            except (FileNotFoundError, RecordError):
+            except RecordError:
                 # Another process may be replacing or removing it.
                 with self._catalogue.locked():
-                    found = self._catalogue.current(name)
-                    try:
-                        return self._text(found)
-                    except FileNotFoundError as error:
-                        raise RecordError(
-                            "source", "its text is missing", "a file", name
-                        ) from error
+                    return self._text(self._catalogue.current(name))
 
     def _text(self, found: SourceFile) -> Text:
-        return found.source(self._place.read(f"documents/{found.file}")).value
+        return found.source(self._catalogue.text(found)).value
 
     def verify(self, names: Sequence[str] | None = None) -> Problems:
         """Reads everything stored of these documents, or of all, and returns the problems.

@@ -206,13 +206,14 @@ class Writer:
         self._catalogue.require_room(more, self._limit_bytes, {file, *leaving})
 
     def change(self, name: str, **fields: bool | str) -> None:
-        """Rewrites the document's file with changed fields; RecordError if its text is damaged."""
+        """Rewrites the document's file with changed fields; RecordError for a text that is damaged
+        or gone.
+        """
         with self._catalogue.locked():
             found = self._catalogue.source(name)
             changed = dataclasses.replace(found, **fields)  # type: ignore[arg-type]
             if changed != found:
-                data = self._catalogue.place.read(f"documents/{found.file}")
-                body = found.source(data).body
+                body = found.source(self._catalogue.text(found)).body
                 self._write_source(changed, body)
 
     def remove(self, name: str) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,16 @@ from keyhole.engine.model_runner import Runner
 from keyhole.engine.scheduling.scheduler_output import SchedulerOutput
 from keyhole.engine.sequence import Counters, Sequence
 from keyhole.errors import PromptTooLongError, RequestError
-from keyhole.hf.paged_cache import OPTIONS, PagedCache, columns, full, present, spread, unsupported
+from keyhole.hf.paged_cache import (
+    OPTIONS,
+    PagedCache,
+    columns,
+    free,
+    full,
+    present,
+    spread,
+    unsupported,
+)
 from keyhole.models.attention import NAME
 from keyhole.models.batch import Batch, PassThrough
 from keyhole.models.model import Model
@@ -128,6 +138,7 @@ class Hooks:
         # or ends.
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
+        self._dropped: deque[list[Sequence]] = deque()
 
     def attach(self) -> None:
         """Registers the hooks."""
@@ -155,9 +166,19 @@ class Hooks:
         """Waits until no other thread runs a forward pass."""
         self._take_turn()
         try:
+            free(self.pages, self._dropped)
             yield
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _turn_to_copy(self) -> Iterator[None]:
+        """As `turn`; a copy within a forward pass is a part of it."""
+        if threading.get_ident() in self._calls:
+            yield
+        else:
+            with self.turn():
+                yield
 
     def _take_turn(self) -> None:
         if self._calls.pop(threading.get_ident(), None) is not None:
@@ -177,6 +198,7 @@ class Hooks:
         """Replaces the arguments of a forward pass by those of one packed row."""
         self._take_turn()
         try:
+            free(self.pages, self._dropped)
             given = dict(zip(self._names, args, strict=False)) | named
             self._check(given)
             call, changed = self._pack(given)
@@ -304,7 +326,14 @@ class Hooks:
         return self._new_cache(num_rows)
 
     def _new_cache(self, num_rows: int) -> PagedCache:
-        return PagedCache(self.pages, self._runner, num_rows, self.run.policy.shares_pages)
+        return PagedCache(
+            self.pages,
+            self._runner,
+            num_rows,
+            self.run.policy.shares_pages,
+            self._turn_to_copy,
+            self._dropped,
+        )
 
     def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[SchedulerOutput, list[int]]:
         """The step, with pages for all its tokens, and its rows in packed order."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -74,8 +76,9 @@ def spread(logits: Tensor, wanted: np.ndarray) -> Tensor:
 class PagedCache:
     """A transformers cache whose tokens are stored in Keyhole's pages.
 
-    Its pages are freed with it. `copy.deepcopy` shares them (or copies them, see
-    `Policy.shares_pages`), so that one prompt can be continued several times.
+    `copy.deepcopy` shares its pages (or copies them, see `Policy.shares_pages`), so that one prompt
+    can be continued several times. turn: waits for forward passes of other threads. dropped: gets
+    its rows when it is gone, see `free`.
     """
 
     is_compileable = False
@@ -88,9 +91,12 @@ class PagedCache:
         make_runner: Callable[[int], Runner],
         num_rows: int,
         shares_pages: bool,
+        turn: Callable[[], AbstractContextManager[None]],
+        dropped: deque[list[Sequence]],
     ) -> None:
         self.pages = pages
         self._shares_pages = shares_pages
+        self._turn, self._dropped = turn, dropped
         self._make_runner = make_runner
         self._length = 0  # tokens per row as transformers counts them, with padding
         self.runner = make_runner(num_rows)
@@ -99,7 +105,8 @@ class PagedCache:
         ]
         for slot, row in enumerate(self.rows):
             row.slot = slot
-        weakref.finalize(self, _release, pages, self.rows).atexit = False
+        # Garbage is collected in any thread, and in the middle of an allocation.
+        weakref.finalize(self, dropped.append, self.rows).atexit = False
 
     def __len__(self) -> int:
         return self.pages.geometry.num_layers
@@ -110,13 +117,21 @@ class PagedCache:
         return [False] * len(self)
 
     def __deepcopy__(self, _: dict[int, Any]) -> PagedCache:
-        copy = PagedCache(self.pages, self._make_runner, len(self.rows), self._shares_pages)
-        copy._length = self._length
-        for row, own in zip(self.rows, copy.rows, strict=True):
-            own.pages, own.num_computed = self._another(row.pages), row.num_computed
-            own.kept, own.leaving = row.kept, list(row.leaving)
-        copy.runner.copy_rows(self.runner, zip(self.rows, copy.rows, strict=True))
-        return copy
+        with self._turn():
+            copy = PagedCache(
+                self.pages,
+                self._make_runner,
+                len(self.rows),
+                self._shares_pages,
+                self._turn,
+                self._dropped,
+            )
+            copy._length = self._length
+            for row, own in zip(self.rows, copy.rows, strict=True):
+                own.pages, own.num_computed = self._another(row.pages), row.num_computed
+                own.kept, own.leaving = row.kept, list(row.leaving)
+            copy.runner.copy_rows(self.runner, zip(self.rows, copy.rows, strict=True))
+            return copy
 
     def _another(self, pages: array[int]) -> array[int]:
         """Shares the pages with a second cache, or copies them if the policy requires it."""
@@ -176,7 +191,8 @@ def full(pages: PageCache) -> CapacityError:
     )
 
 
-def _release(pages: PageCache, rows: list[Sequence]) -> None:
-    for row in rows:
-        pages.release(page for page in row.pages if page != NO_PAGE)
-        row.pages = array("i")
+def free(pages: PageCache, dropped: deque[list[Sequence]]) -> None:
+    """Frees the pages of caches that are gone. Not while a forward pass runs."""
+    while dropped:
+        for row in dropped.popleft():
+            pages.release(page for page in row.pages if page != NO_PAGE)

@@ -203,10 +203,18 @@ class Answer:
                     for token, best in pairs
                 ]
             }
+
+        def by_text(best: dict[int, float]) -> dict[str, float]:
+            # Parts of characters look alike. The likeliest, which comes first, is the one to keep.
+            shown: dict[str, float] = {}
+            for token, value in best.items():
+                shown.setdefault(text(token), value)
+            return shown
+
         return {
             "tokens": [text(token) for token, _ in pairs],
             "token_logprobs": [best[token] for token, best in pairs],
-            "top_logprobs": [{text(t): value for t, value in best.items()} for _, best in pairs],
+            "top_logprobs": [by_text(best) for _, best in pairs],
             "text_offset": self.offsets[index].next([token for token, _ in pairs]),
         }
 

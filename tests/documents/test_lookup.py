@@ -59,6 +59,13 @@ def test_an_unknown_name_is_refused_with_the_nearest(place: str) -> None:
         DocumentLookup(place, MODEL).digest("handbok")
 
 
+def test_half_of_a_character_is_an_unknown_name(place: str) -> None:
+    """It ended in a UnicodeEncodeError; JSON may contain one."""
+    DocumentStore(place, MODEL).add("handbook", "its text", make_record())
+    with pytest.raises(UnknownNameError, match=r"document '\\ud800'"):
+        DocumentLookup(place, MODEL).digest("\ud800")
+
+
 def test_an_unknown_name_is_refused_beside_a_damaged_document(place: str) -> None:
     """The damaged document's error was raised instead, as if it had been asked for."""
     store = DocumentStore(place, MODEL)
@@ -69,6 +76,8 @@ def test_an_unknown_name_is_refused_beside_a_damaged_document(place: str) -> Non
     storage.stage(path, [storage.read(path).replace(b"leaflet", b"leaf1et")]).commit()
     with pytest.raises(UnknownNameError, match="did you mean 'handbook'"):
         DocumentLookup(place, MODEL).digest("handbok")
+    with pytest.raises(RecordError, match="document 'leaflet': the first line"):
+        DocumentLookup(place, MODEL).digest("leaflet")
 
 
 def test_a_store_of_another_model_is_refused_with_the_difference(place: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from typing import Any
 
 import pytest
@@ -92,6 +94,51 @@ def test_a_copied_cache_goes_on_as_the_cache_does(network: Any, policy: Policy, 
         )
     assert_same(got, wanted, 0)
     assert torch.equal(wanted.sequences, straight.sequences)
+
+
+def test_a_cache_that_is_collected_in_a_forward_is_freed_after_it(network: Any) -> None:
+    """Its pages were freed at once, also in the middle of an allocation."""
+    inputs, used = prompts(9), []
+    with sparse(network, page_size=4):
+        cycle: list[Any] = [past_of(forward(network, inputs))]
+        cycle.append(cycle)  # so that only the garbage collector finds it
+        pages = cycle[0].pages
+
+        def collect(*_: Any) -> None:
+            cycle.clear()
+            gc.collect()
+            used.append(pages.in_use)
+
+        handle = network.model.layers[2].register_forward_pre_hook(collect)
+        past = past_of(forward(network, inputs))
+        handle.remove()
+        past = past_of(forward(network, {"input_ids": inputs["input_ids"][:, :1]}, past=past))
+    assert used == [6]  # 9 tokens, twice
+    pages.check_integrity(row.pages for row in past.rows)
+
+
+def test_a_cache_is_copied_between_forwards_of_other_threads(network: Any) -> None:
+    """Both allocated at once, and could get the same pages."""
+    copies: list[Any] = []
+    with sparse(network, ClusterKV(token_budget=32), page_size=4):
+        past = past_of(forward(network, prompts(9)))
+        thread = threading.Thread(target=lambda: copies.append(copy.deepcopy(past)))
+
+        def start(*_: Any) -> None:
+            copies.append(copy.deepcopy(past))  # its own thread need not wait
+            thread.start()
+            thread.join(0.5)
+            assert len(copies) == 1
+
+        handle = network.model.layers[2].register_forward_pre_hook(start)
+        forward(network, prompts(9))
+        handle.remove()
+        thread.join(60)
+        assert len(copies) == 2
+        # Only here are the pages of the second forward freed.
+        copies.append(copy.deepcopy(past))
+    holders = (row.pages for cache in (past, *copies) for row in cache.rows)
+    past.pages.check_integrity(holders)
 
 
 def test_a_cache_is_taken_by_its_earlier_name_too(network: Any) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from keyhole import LLM, SamplingParams
-from keyhole.server.answers import Answer
+from keyhole.server.answers import Answer, TextOffsets
 from tests.checkpoints import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -303,3 +303,15 @@ def test_a_token_that_cannot_occur_has_the_lowest_logprob_of_the_api() -> None:
     answer = Answer("chat.completion", "tiny", top_logprobs=2)
     found = answer._logprobs(0, [3], [{3: -0.5, 4: -math.inf}])
     assert '"logprob": -9999.0' in json.dumps(found, allow_nan=False)
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_is_listed(llm: LLM) -> None:
+    """The last one was, so that a token that is no maximum could look like one, or the reverse."""
+    likely, unlikely = llm.tokens("é")[1:]
+    other = llm.tokens("x")[1]
+    offsets = [TextOffsets(llm.tokenizer, skip_special=True)]
+    answer = Answer("text_completion", "small", llm.tokenizer, offsets=offsets)
+    found = answer._logprobs(0, [unlikely], [{likely: -0.5, other: -1.0, unlikely: -7.0}])
+    assert found is not None
+    assert found["token_logprobs"] == [-7.0]
+    assert found["top_logprobs"] == [{"\ufffd": -0.5, "x": -1.0}]
