@@ -98,8 +98,8 @@ _SCRATCH_TERMS = {
     SCRATCH + "tuned": _HOPS_TERMS[HOPS + "tuned"],
     SCRATCH + "published": (
         TERMS["published"][0],
-        f"{TERMS['published'][1]} The head of `spe_context` is pruned from the model's draft, as in "
-        "the paper, and no layer is dense.",
+        f"{TERMS['published'][1]} The head of `spe_context` is pruned from the model's draft, as "
+        "in the paper, and no layer is dense.",
     ),
 }
 _READING = "[How to read the tables](index.md#controls-intervals-and-tests)."
