@@ -182,6 +182,8 @@ def chat_text(
                     **(settings or {}),
                 )
             )
+        except RecursionError:  # of the values, not of the template
+            raise
         except Exception as error:  # a template is a program: it may fail in any way
             raise RequestError(
                 f"this model's chat template rejects the conversation: {first_line(error)}"

@@ -171,6 +171,19 @@ class Hooks:
         finally:
             self._lock.release()
 
+    def _drop(self, rows: list[Sequence]) -> None:
+        """Frees the pages of a cache that is gone: now, or before the next forward pass while one
+        runs.
+
+        It never waits: garbage is collected in any thread, and in the middle of an allocation.
+        """
+        self._dropped.append(rows)
+        if self._lock.acquire(blocking=False):
+            try:
+                free(self.pages, self._dropped)
+            finally:
+                self._lock.release()
+
     @contextmanager
     def _turn_to_copy(self) -> Iterator[None]:
         """As `turn`; a copy within a forward pass is a part of it."""
@@ -332,7 +345,7 @@ class Hooks:
             num_rows,
             self.run.policy.shares_pages,
             self._turn_to_copy,
-            self._dropped,
+            self._drop,
         )
 
     def _plan(self, cache: PagedCache, there: np.ndarray) -> tuple[SchedulerOutput, list[int]]:

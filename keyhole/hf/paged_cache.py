@@ -77,8 +77,8 @@ class PagedCache:
     """A transformers cache whose tokens are stored in Keyhole's pages.
 
     `copy.deepcopy` shares its pages (or copies them, see `Policy.shares_pages`), so that one prompt
-    can be continued several times. turn: waits for forward passes of other threads. dropped: gets
-    its rows when it is gone, see `free`.
+    can be continued several times. turn: waits for forward passes of other threads. drop: gets its
+    rows when it is gone.
     """
 
     is_compileable = False
@@ -92,11 +92,11 @@ class PagedCache:
         num_rows: int,
         shares_pages: bool,
         turn: Callable[[], AbstractContextManager[None]],
-        dropped: deque[list[Sequence]],
+        drop: Callable[[list[Sequence]], None],
     ) -> None:
         self.pages = pages
         self._shares_pages = shares_pages
-        self._turn, self._dropped = turn, dropped
+        self._turn, self._drop = turn, drop
         self._make_runner = make_runner
         self._length = 0  # tokens per row as transformers counts them, with padding
         self.runner = make_runner(num_rows)
@@ -105,8 +105,7 @@ class PagedCache:
         ]
         for slot, row in enumerate(self.rows):
             row.slot = slot
-        # Garbage is collected in any thread, and in the middle of an allocation.
-        weakref.finalize(self, dropped.append, self.rows).atexit = False
+        weakref.finalize(self, drop, self.rows).atexit = False
 
     def __len__(self) -> int:
         return self.pages.geometry.num_layers
@@ -124,7 +123,7 @@ class PagedCache:
                 len(self.rows),
                 self._shares_pages,
                 self._turn,
-                self._dropped,
+                self._drop,
             )
             copy._length = self._length
             for row, own in zip(self.rows, copy.rows, strict=True):
