@@ -125,6 +125,19 @@ _OF_CONVERSATIONS = {
 }
 
 
+def _template(tokenizer: Any, tools: Sequence[Tool] | None) -> str:
+    """The chat template that transformers uses; RequestError if there is none."""
+    if tokenizer is None or not tokenizer.chat_template:
+        raise RequestError("this model has no chat template; use generate with a prompt")
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError as error:  # several, and none is the default
+        raise RequestError(
+            f"this model has chat templates for {', '.join(map(repr, tokenizer.chat_template))}, "
+            "and none that is called 'default'; name one of them so in its tokenizer_config.json"
+        ) from error
+
+
 def chat_text(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -150,15 +163,7 @@ def chat_text(
             "as {'enable_thinking': False}",
             field="chat_template_kwargs",
         )
-    if tokenizer is None or not tokenizer.chat_template:
-        raise RequestError("this model has no chat template; use generate with a prompt")
-    try:
-        template = str(tokenizer.get_chat_template(tools=tools))
-    except ValueError as error:  # several, and none is the default
-        raise RequestError(
-            f"this model has chat templates for {', '.join(map(repr, tokenizer.chat_template))}, "
-            "and none that is called 'default'; name one of them so in its tokenizer_config.json"
-        ) from error
+    template = _template(tokenizer, tools)
     for name in sorted(_OF_CONVERSATIONS & (settings or {}).keys()):
         raise RequestError(
             f"{name!r} cannot be given to a chat template; leave it out",
