@@ -4,7 +4,8 @@ With `--terms tuned` the settings of every method are chosen on samples that the
 use. Random search with a fixed seed: first the method with its first layers dense and defaults
 elsewhere, then random combinations of the values below, which are the same for all methods that
 have a setting of that name; every method gets the same number of trials. The best mean score wins;
-of equal scores the one that reads fewer bytes. Trials are ordinary cells, stored in a file of their
+of equal scores the one that reads fewer bytes. An answer in a trial ends where it cannot be right
+any more. Trials are ordinary cells, stored in a file of their
 own, so an interrupted search can be continued.
 
 Settings that change what the budget means (whether a prompt counts, a selection per query head), or
@@ -403,7 +404,7 @@ def _tuned(
             f"first_seed {settings.first_seed} and limit {settings.limit} reach the samples from "
             f"{HELD_OUT} on, which are reserved for tuning"
         )
-    held_out = make_workloads(tasks, None, model, HELD_OUT)
+    held_out = make_workloads(tasks, None, model, HELD_OUT, only_scores=True)
     geometry = model.geometry(grid.config.page_size)
     dense = settings.dense_layers
     size = len(default_dense(geometry) if dense is None else dense)
@@ -418,11 +419,17 @@ def _tuned(
 
 
 def make_workloads(
-    parsed: Sequence[Task | str], text: str | None, model: Model, first_seed: int = 0
+    parsed: Sequence[Task | str],
+    text: str | None,
+    model: Model,
+    first_seed: int = 0,
+    *,
+    only_scores: bool = False,
 ) -> list[Workload]:
     """A workload for each task of `tasks.parse`; text: the file for teacher-forced tasks.
 
-    first_seed: the number of the first sample, or of the first window of a text. Without a text,
+    first_seed: the number of the first sample, or of the first window of a text. only_scores: as in
+    `Answered`. Without a text,
     tasks that force one use derivations in the vocabulary of the bundled model. ConfigError for a
     model without a tokenizer, and for a text that cannot be read.
     """
@@ -431,6 +438,6 @@ def make_workloads(
     return [
         forced[task](windows, first_seed)
         if isinstance(task, str)
-        else Answered(task, model, first_seed)
+        else Answered(task, model, first_seed, only_scores=only_scores)
         for task in parsed
     ]

@@ -123,6 +123,9 @@ def serve(
     )
 
 
+_STEPS_BETWEEN_CHECKS = 16
+"""Of an answer that may be wrong already; a check reads the whole answer."""
+
 FIRST_SEED = "first_seed"
 """The field of a line for the number of the first sample, if that is not 0."""
 
@@ -169,16 +172,22 @@ class Workload(ABC):
 
 
 class Answered(Workload):
-    """A task that is answered by generation. first_seed: of its first sample."""
+    """A task that is answered by generation.
 
-    def __init__(self, task: Task, model: Model, first_seed: int = 0) -> None:
+    first_seed: of its first sample. only_scores: answers end where they cannot be right any more;
+    scores stay the same, and costs are those of the steps that were run.
+    """
+
+    def __init__(
+        self, task: Task, model: Model, first_seed: int = 0, *, only_scores: bool = False
+    ) -> None:
         if model.tokenizer is None:
             raise ConfigError(f"task {task.name} is text, and {model.name} has no tokenizer")
         self.name = task.name
         self.settings = task.settings
         if first_seed:  # lines without it have the samples from 0 on
             self.settings[FIRST_SEED] = first_seed
-        self._first_seed = first_seed
+        self._first_seed, self._only_scores = first_seed, only_scores
         self._task, self._tokenizer = task, model.tokenizer
         self._made: dict[int, list[Sample]] = {}  # of the last length
 
@@ -204,9 +213,22 @@ class Answered(Workload):
         """Answers, scored by the task."""
         asked = self.samples(length, samples)
         requests = self.requests(asked, setup)
-        served = serve(make_engine(policy), requests)
+        engine = make_engine(policy)
+        served = serve(engine, requests, self._stop(engine, asked) if self._only_scores else None)
         answers = [sequence.detokenizer.text for sequence in served.sequences]
         return self.fields(asked, requests, answers) | served.costs()
+
+    def _stop(self, engine: Engine, asked: Sequence[Sample]) -> AfterStep:
+        steps = itertools.count(1)
+
+        def stop(left: dict[Running, int]) -> None:
+            if next(steps) % _STEPS_BETWEEN_CHECKS:
+                return
+            for sequence, number in left.items():
+                if not self._task.can_be_right(asked[number], sequence.detokenizer.text):
+                    engine.abort(sequence)
+
+        return stop
 
     def requests(self, asked: Sequence[Sample], setup: str) -> list[Request]:
         """The samples in tokens."""

@@ -125,6 +125,34 @@ def test_memory_is_that_of_the_samples_that_run_at_once(tiny: Model) -> None:
     assert 1 <= found["step_batch"] <= 2
 
 
+def test_answers_that_are_wrong_already_end_and_score_the_same(tiny: Model) -> None:
+    task = make_task("tiny_derive")
+    policy = StreamingLLM(token_budget=176)
+
+    def measure(*, only_scores: bool) -> dict[str, object]:
+        texts = Answered(task, tiny, only_scores=only_scores)
+        return texts.measure(lambda p: engine(tiny, p), policy, 256, "prompt", 6)
+
+    whole, stopped = measure(only_scores=False), measure(only_scores=True)
+    assert 0 < sum(whole["scores"]) < 6
+    assert stopped["scores"] == whole["scores"]
+    ends = zip(whole["scores"], whole["answer_lengths"], stopped["answer_lengths"], strict=True)
+    for score, length, end in ends:
+        assert end == length if score else end <= length
+    assert stopped["tokens_generated"] < whole["tokens_generated"]
+
+
+def test_an_answer_can_be_right_as_long_as_every_word_is() -> None:
+    task = make_task("tiny_derive")
+    sample = task.make(256, 0, lambda text: len(text.split()))
+    answer = sample.answers[0]
+    for end in range(len(answer) + 1):
+        assert task.can_be_right(sample, answer[:end])
+        assert not task.can_be_right(sample, f"{answer[:end]}#")
+    assert task.can_be_right(sample, f"{answer} and more")
+    assert make_task("passkey").can_be_right(sample, "anything")
+
+
 def test_a_task_needs_a_tokenizer(tiny: Model) -> None:
     with pytest.raises(ConfigError, match="task passkey is text, and keyhole-tiny has no token"):
         Answered(make_task("passkey"), dataclasses.replace(tiny, tokenizer=None))

@@ -105,6 +105,10 @@ class Task(ABC):
         """
         return string_match_all(sample.answers, generated)
 
+    def can_be_right(self, sample: Sample, generated: str) -> bool:
+        """Whether a text that begins with this one can score above 0; True if that is not known."""
+        return True
+
     def random(self, length: int, seed: int, what: str = "") -> Random:
         """The random numbers of a sample, independent of settings such as a depth.
 

@@ -34,6 +34,12 @@ class TinyTask(Task):
         """1 if the answer is right to its last word, whatever follows; else 0."""
         return float(begins_with(sample.answers[0], generated))
 
+    def can_be_right(self, sample: Sample, generated: str) -> bool:
+        """Whether every word so far is right; the last one may not be complete."""
+        answer = sample.answers[0]
+        begun = answer.startswith(" ".join(generated.split()))
+        return begun or begins_with(answer, generated)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyDocuments(TinyTask):
