@@ -65,10 +65,10 @@ HOPS_PLACES = {
 }
 #: Where `keyhole-scratch` is from the root of the repository.
 SCRATCH_MODEL = "recipes/tiny_model/keyhole-scratch"
-#: Places of `keyhole-scratch`; with tuned settings each takes hours.
-SCRATCH_PLACES = dict.fromkeys(
-    (("tiny_walk2", "prompt"), ("tiny_derive", "prompt")), (1024, 2048, 4096)
-)
+_SCRATCH_TASKS = ("tiny_walk2", "prompt"), ("tiny_derive", "prompt")
+#: Places of `keyhole-scratch`, and those of them where settings are also tuned, which takes hours.
+SCRATCH_PLACES = dict.fromkeys(_SCRATCH_TASKS, (512, 1024, 2048, 4096))
+SCRATCH_TUNED_PLACES = dict.fromkeys(_SCRATCH_TASKS, (512, 1024, 2048))
 HOPS_FEW_PLACES = dict.fromkeys(HOPS_PLACES, (1024,))
 #: Those that can have equal terms, and those of them that can be as published.
 _HOPS_METHODS = (
@@ -149,26 +149,26 @@ PARTS = {
         places=FEW_PLACES,
     ),
 }
-#: Flags at all terms of the models whose tasks need several look-ups.
-_HOPS_TERMS = {
-    "equal": ["--terms", "equal", "--policies", _HOPS_METHODS],
-    "published": ["--terms", "published", "--policies", _HOPS_PUBLISHED],
-    "tuned": [
-        *("--terms", "tuned", "--trials", "6", "--tuning-limit", "12"),
-        *("--policies", _HOPS_METHODS),
-    ],
+#: Methods and further flags at all terms of the models whose tasks need several look-ups.
+_HOPS_TERMS: dict[str, tuple[str, list[str]]] = {
+    "equal": (_HOPS_METHODS, []),
+    "published": (_HOPS_PUBLISHED, []),
+    "tuned": (_HOPS_METHODS, ["--trials", "6", "--tuning-limit", "12"]),
 }
 PARTS |= {
     prefix + name: ClaimPart(
-        flags=["--model", model, *flags, "--budgets", _HOPS_BUDGETS],
-        places=places,
+        flags=[
+            *("--model", model, "--terms", name, *flags),
+            *("--policies", ",".join([methods, *gated]), "--budgets", _HOPS_BUDGETS),
+        ],
+        places=tuned_places if name == "tuned" else places,
         samples=HOPS_SAMPLES,
     )
-    for prefix, model, places in (
-        (HOPS, "tiny-hops", HOPS_PLACES),
-        (SCRATCH, SCRATCH_MODEL, SCRATCH_PLACES),
+    for prefix, model, gated, places, tuned_places in (
+        (HOPS, "tiny-hops", [], HOPS_PLACES, HOPS_PLACES),
+        (SCRATCH, SCRATCH_MODEL, ["seer_attention_r"], SCRATCH_PLACES, SCRATCH_TUNED_PLACES),
     )
-    for name, flags in _HOPS_TERMS.items()
+    for name, (methods, flags) in _HOPS_TERMS.items()
 }
 PARTS |= {
     prefix + name: ClaimPart(flags=["--model", model, *flags], places=places, samples=HOPS_SAMPLES)
