@@ -145,7 +145,17 @@ SCRATCH = (
 )
 """From weights without a look-up to a model that does several in one step."""
 
-CURRICULA = {"single": SINGLE, "hops": HOPS, "long": LONG, "scratch": SCRATCH}
+AGAIN = (replace(SCRATCH[-1], lengths={256: 1, 512: 1.5, 1024: 2, 2048: 2, 4096: 1}),)
+"""The end of `SCRATCH` once more, for a model that it has trained; in float32, too, its rows need
+less than 4 GB."""
+
+CURRICULA = {
+    "single": SINGLE,
+    "hops": HOPS,
+    "long": LONG,
+    "scratch": SCRATCH,
+    "again": AGAIN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

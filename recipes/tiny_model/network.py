@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from keyhole.eval.tiny_language.world import BOS, EOS, PAD, VOCABULARY_SIZE, WORD_IDS
 from recipes.tiny_model.curriculum import TrainingBatch
+from recipes.tiny_model.steadiness import Steadiness
 
 HIDDEN_SIZE = 192
 ROPE_THETA = 1e8
@@ -146,7 +147,12 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _layer(
-    x: Tensor, weights: Weights, prefix: str, turns: tuple[Tensor, Tensor], config: LlamaConfig
+    x: Tensor,
+    weights: Weights,
+    prefix: str,
+    turns: tuple[Tensor, Tensor],
+    config: LlamaConfig,
+    steadiness: Steadiness | None,
 ) -> Tensor:
     rows, length, _ = x.shape
     num_heads, num_kv = config.num_attention_heads, config.num_key_value_heads
@@ -156,7 +162,10 @@ def _layer(
     heads = (normed @ project.T).view(rows, length, -1, config.head_dim)
     turned = _rotate(heads[:, :, : num_heads + num_kv], *turns).transpose(1, 2)
     values = heads[:, :, num_heads + num_kv :].transpose(1, 2)
-    mixed = _attend(turned[:, :num_heads], turned[:, num_heads:], values)
+    queries, keys = turned[:, :num_heads], turned[:, num_heads:]
+    if steadiness is not None:
+        steadiness.add(queries, keys)
+    mixed = _attend(queries, keys, values)
     mixed = mixed.transpose(1, 2).reshape(rows, length, -1)
     x = x + mixed @ weights[attention + "o_proj.weight"].T
 
@@ -167,14 +176,21 @@ def _layer(
 
 
 def supervised_logits(
-    weights: Weights, batch: TrainingBatch, config: LlamaConfig, dtype: torch.dtype
+    weights: Weights,
+    batch: TrainingBatch,
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    steadiness: Steadiness | None = None,
 ) -> Tensor:
-    """Return the logits `[n, vocabulary]`, float32, at the supervised tokens of a batch."""
+    """Return the logits `[n, vocabulary]`, float32, at the supervised tokens of a batch.
+
+    steadiness: sees the queries and keys of every layer.
+    """
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     embedding = cast["model.embed_tokens.weight"]
     turns = _rotations(batch.positions, config, dtype)
     x = F.embedding(batch.tokens, embedding)
     for layer in range(config.num_hidden_layers):
-        x = _layer(x, cast, f"model.layers.{layer}.", turns, config)
+        x = _layer(x, cast, f"model.layers.{layer}.", turns, config, steadiness)
     x = _norm(x.flatten(0, 1)[batch.supervised], cast["model.norm.weight"], config)
     return (x @ embedding.T).float()

@@ -1,6 +1,7 @@
 """Muon for the matrices, AdamW for the embedding and the norms, and their learning rate.
 
-The rate is constant, then decays linearly to zero in tokens.
+A model that is trained already may get AdamW for everything, at a smaller rate. The rate is
+constant, then decays linearly to zero in tokens.
 """
 
 from __future__ import annotations
@@ -52,30 +53,36 @@ _ADAMW_RATE = 1.5e-3
 
 
 class Optimizers:
-    """Both optimizers, over the parameters of the model."""
+    """The optimizers, over the parameters of the model.
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        matrices = [w for name, w in weights.items() if name.endswith("proj.weight")]
-        self._rest = [w for name, w in weights.items() if not name.endswith("proj.weight")]
-        self._muon = torch.optim.Muon(matrices, lr=_MUON_RATE, weight_decay=0.0)
-        self._adamw = torch.optim.AdamW(
-            self._rest, lr=_ADAMW_RATE, betas=(0.9, 0.98), weight_decay=0.0
-        )
+    adamw_rate: AdamW for all of them, at this rate; None: both.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], adamw_rate: float | None = None) -> None:
+        by_muon = {name for name in weights if adamw_rate is None and name.endswith("proj.weight")}
+        self._rest = [w for name, w in weights.items() if name not in by_muon]
+        rate = adamw_rate or _ADAMW_RATE
+        adamw = torch.optim.AdamW(self._rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, rate)]
+        if by_muon:
+            matrices = [weights[name] for name in weights if name in by_muon]
+            muon = torch.optim.Muon(matrices, lr=_MUON_RATE, weight_decay=0.0)
+            self._optimizers.insert(0, (muon, _MUON_RATE))
 
     def step(self, factor: float) -> None:
         """Update the parameters, at `factor` times the full learning rates."""
         torch.nn.utils.clip_grad_norm_(self._rest, 1.0)
-        for optimizer, rate in ((self._muon, _MUON_RATE), (self._adamw, _ADAMW_RATE)):
+        for optimizer, rate in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
-            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.step()
             optimizer.zero_grad()
 
     def state(self) -> list[dict[str, Any]]:
         """Return everything that the next step depends on except the parameters."""
-        return [self._muon.state_dict(), self._adamw.state_dict()]
+        return [optimizer.state_dict() for optimizer, _ in self._optimizers]
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Resume from a `state`."""
-        self._muon.load_state_dict(state[0])
-        self._adamw.load_state_dict(state[1])
+        for (optimizer, _), own in zip(self._optimizers, state, strict=True):
+            optimizer.load_state_dict(own)

@@ -160,6 +160,24 @@ def main() -> None:
         default=1,
         help="multiply the tokens of every stage of the curriculum, as for larger batches",
     )
+    parser.add_argument(
+        "--steadiness",
+        type=float,
+        default=0,
+        metavar="WEIGHT",
+        help="also ask for attention that changes slowly",
+    )
+    parser.add_argument(
+        "--adamw-rate",
+        type=float,
+        help="AdamW for everything, at this rate, as for a model that is trained already",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of products; float32 is faster on processors without bfloat16",
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
         "--hidden-size", type=int, default=HIDDEN_SIZE, help="half of the width of the MLP"

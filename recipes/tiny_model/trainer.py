@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from recipes.tiny_model.network import (
     supervised_logits,
 )
 from recipes.tiny_model.optimizers import Optimizers, Schedule, planned
+from recipes.tiny_model.steadiness import Steadiness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ def save_snapshot(
     rope_theta: float,
     curriculum: str,
     stretch: float,
+    steadiness: float = 0,
+    adamw_rate: float | None = None,
 ) -> None:
     """Write everything that the next step depends on."""
     new = folder / f"{SNAPSHOT_FILE}.new"
@@ -105,6 +109,8 @@ def save_snapshot(
             "rope_theta": rope_theta,
             "curriculum": curriculum,
             "stretch": stretch,
+            "steadiness": steadiness,
+            "adamw_rate": adamw_rate,
         },
         new,
     )
@@ -151,6 +157,9 @@ class TrainerSettings:
     repeat_layers: Sequence[int] = ()
     curriculum: str = "single"
     stretch: float = 1
+    steadiness: float = 0
+    adamw_rate: float | None = None
+    dtype: str = "bfloat16"
     layers: int = 6
     hidden_size: int = HIDDEN_SIZE
     match_layers: Sequence[int] = MATCH_LAYERS
@@ -171,11 +180,13 @@ class Trainer:
             state = load_snapshot(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
             self.curriculum, self.stretch = state["curriculum"], state["stretch"]
+            self.steadiness, self.adamw_rate = state["steadiness"], state["adamw_rate"]
             start = state["weights"]
             self.config = config_of(state)
         else:
             self.seed, self.step, self.tokens = settings.seed, 0, 0
             self.curriculum, self.stretch = settings.curriculum, settings.stretch
+            self.steadiness, self.adamw_rate = settings.steadiness, settings.adamw_rate
             if settings.start is None:
                 self.config = llama_config(settings.layers, settings.hidden_size)
                 start = initial_weights(self.config, self.seed, settings.match_layers)
@@ -185,7 +196,8 @@ class Trainer:
                 self.config = _config_of_weights(start, ROPE_THETA)
         self.weights = {k: v.to(self.device).requires_grad_() for k, v in start.items()}
         self._shared = shared_direction(self.config, self.seed).to(self.device)
-        self.optimizers = Optimizers(self.weights)
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.optimizers = Optimizers(self.weights, self.adamw_rate)
         if settings.resume:
             self.optimizers.restore(state["optimizers"])
             self.schedule = self._resumed_schedule(Schedule(**state["schedule"]))
@@ -214,9 +226,13 @@ class Trainer:
     def train_step(self, batch: TrainingBatch, stop: bool) -> tuple[float, bool]:
         """Run one step; return the loss, and whether any process wants to stop."""
         batch = batch.to(self.device)
-        logits = supervised_logits(self.weights, batch, self.config, torch.bfloat16)
+        seen = None
+        if self.steadiness:
+            seen = Steadiness(batch, Random(f"{self.seed}/{self.step}/{self.ranks.rank}"))
+        logits = supervised_logits(self.weights, batch, self.config, self.dtype, seen)
         loss = F.cross_entropy(logits, batch.targets, reduction="sum")
-        loss.backward()
+        more = self.steadiness * len(batch.targets) * seen.loss() if seen is not None else 0.0
+        (loss + more).backward()
         grads = [weight.grad for weight in self.weights.values() if weight.grad is not None]
         shared = torch.stack(
             [loss.detach(), loss.new_tensor(len(batch.targets)), loss.new_tensor(stop)]
@@ -242,7 +258,7 @@ class Trainer:
                 self.config,
                 length,
                 num_items=self.settings.examine_items,
-                dtype=torch.bfloat16,
+                dtype=self.dtype,
                 part=self.ranks.rank,
                 parts=self.ranks.count,
             )
@@ -265,4 +281,6 @@ class Trainer:
                 rope_theta=self.config.rope_parameters["rope_theta"],
                 curriculum=self.curriculum,
                 stretch=self.stretch,
+                steadiness=self.steadiness,
+                adamw_rate=self.adamw_rate,
             )

@@ -35,16 +35,19 @@ def never():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path):
+@pytest.mark.parametrize(
+    "fields", [{}, {"steadiness": 3.0, "adamw_rate": 1e-3, "dtype": "float32"}]
+)
+def test_an_interrupted_run_ends_in_the_same_weights(settings, never, tmp_path, fields):
     torch.set_num_threads(1)
-    settings = replace(settings, hidden_size=224)
+    settings = replace(settings, hidden_size=224, **fields)
     whole, parts = (replace(settings, out=tmp_path / name) for name in ("whole", "parts"))
     for folder in (whole.out, parts.out):
         folder.mkdir()
     run(whole, Ranks(), never)
     for resume in (False, True):  # out of time after every step
         run(replace(parts, minutes=0.0, resume=resume), Ranks(), never)
-    run(replace(parts, resume=True), Ranks(), never)
+    run(replace(parts, resume=True, steadiness=0, adamw_rate=None), Ranks(), never)
     expected, found = trainer.load_snapshot(whole.out), trainer.load_snapshot(parts.out)
     assert expected["tokens"] == found["tokens"] == STEPS
     assert trainer.config_of(found).hidden_size == 224
