@@ -22,7 +22,7 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks import results_page
-from benchmarks.results_page.controls import FILES, HOPS, SCRATCH, STEADY
+from benchmarks.results_page.controls import FILES, HOPS, SCRATCH
 from keyhole.policies import available_policies
 
 SAMPLES = 100
@@ -63,9 +63,8 @@ HOPS_PLACES = {
     ("tiny_walk2", "prompt"): (1024, 2048, 4096),
     ("tiny_derive", "prompt"): (1024, 2048, 4096),
 }
-#: Where these models are from the root of the repository.
+#: Where `keyhole-scratch` is from the root of the repository.
 SCRATCH_MODEL = "recipes/tiny_model/keyhole-scratch"
-STEADY_MODEL = "recipes/tiny_model/keyhole-steady"
 _SCRATCH_TASKS = ("tiny_walk2", "prompt"), ("tiny_derive", "prompt")
 #: Places of `keyhole-scratch`, and those of them where settings are also tuned, which takes hours.
 SCRATCH_PLACES = dict.fromkeys(_SCRATCH_TASKS, (512, 1024, 2048, 4096))
@@ -168,7 +167,6 @@ PARTS |= {
     for prefix, model, gated, places, tuned_places in (
         (HOPS, "tiny-hops", [], HOPS_PLACES, HOPS_PLACES),
         (SCRATCH, SCRATCH_MODEL, ["seer_attention_r"], SCRATCH_PLACES, SCRATCH_TUNED_PLACES),
-        (STEADY, STEADY_MODEL, [], SCRATCH_PLACES, SCRATCH_TUNED_PLACES),
     )
     for name, (methods, flags) in _HOPS_TERMS.items()
 }

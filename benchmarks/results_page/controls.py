@@ -20,8 +20,8 @@ from keyhole.eval.report.plot_style import NOTHING
 
 #: Before the name of a part that is measured on `tiny-hops`.
 HOPS = "hops-"
-#: The same for `keyhole-scratch` and `keyhole-steady`, which are not in the wheel.
-SCRATCH, STEADY = "scratch-", "steady-"
+#: The same for `keyhole-scratch`, which is not in the wheel.
+SCRATCH = "scratch-"
 #: The file of each part, in the folder of the results.
 FILES = (
     {name: f"claims-{name}.jsonl" for name in ("equal", "tuned", "published", "recency", "lists")}
@@ -33,7 +33,7 @@ FILES = (
     }
     | {
         prefix + name: f"{prefix}{name}.jsonl"
-        for prefix in (HOPS, SCRATCH, STEADY)
+        for prefix in (HOPS, SCRATCH)
         for name in (
             *("equal", "tuned", "published", "recency"),
             *("placements", "calibration", "attention"),
@@ -102,15 +102,6 @@ _SCRATCH_TERMS = {
         "in the paper, and no layer is dense.",
     ),
 }
-_STEADY_TERMS = {
-    STEADY + "equal": (
-        "Equal terms",
-        "The terms are those of [`tiny-hops`](tiny-hops.md#equal-terms). The model has no "
-        "retrieval head yet, and so no `spe_context`.",
-    ),
-    STEADY + "tuned": _HOPS_TERMS[HOPS + "tuned"],
-    STEADY + "published": TERMS["published"],
-}
 _READING = "[How to read the tables](index.md#controls-intervals-and-tests)."
 
 
@@ -150,15 +141,6 @@ PAGES = {
         "depends on task and budget, and `tiny_walk2` needs layer 3 to be dense rather than a "
         f"selection ([below](#{_PLACED_AT})). {_READING}",
         _SCRATCH_TERMS,
-    ),
-    STEADY: ModelPage(
-        "keyhole-steady.md",
-        "Methods and their controls on `keyhole-steady`",
-        "`keyhole-scratch`, trained further so that its attention changes slowly from step to step "
-        "and from layer to layer, as published curves of large models do ([how "
-        "slowly](scope.md#where-layers-attend-and-how-often-their-lists-repeat)). It is in "
-        f"`recipes/tiny_model` of a clone, and not in the package. {_READING}",
-        _STEADY_TERMS,
     ),
 }
 #: How a line describes tokens read outside the budget, and how the tables do.
