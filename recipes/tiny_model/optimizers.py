@@ -61,7 +61,7 @@ class Optimizers:
     def __init__(self, weights: dict[str, Tensor], adamw_rate: float | None = None) -> None:
         by_muon = {name for name in weights if adamw_rate is None and name.endswith("proj.weight")}
         self._rest = [w for name, w in weights.items() if name not in by_muon]
-        rate = adamw_rate or _ADAMW_RATE
+        rate = _ADAMW_RATE if adamw_rate is None else adamw_rate
         adamw = torch.optim.AdamW(self._rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, rate)]
         if by_muon:

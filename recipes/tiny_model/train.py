@@ -198,6 +198,10 @@ def main() -> None:
         parser.error("--match-layers sets initial weights, and --start has its own; leave one out")
     if not arguments.stretch > 0:
         parser.error(f"--stretch {arguments.stretch}: a number above 0 is needed")
+    if not arguments.steadiness >= 0:
+        parser.error(f"--steadiness {arguments.steadiness}: a number of at least 0 is needed")
+    if arguments.adamw_rate is not None and not arguments.adamw_rate > 0:
+        parser.error(f"--adamw-rate {arguments.adamw_rate}: a number above 0 is needed")
     train(TrainerSettings(**vars(arguments)))
 
 

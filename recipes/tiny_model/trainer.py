@@ -180,7 +180,8 @@ class Trainer:
             state = load_snapshot(settings.out)
             self.seed, self.step, self.tokens = state["seed"], state["step"], state["tokens"]
             self.curriculum, self.stretch = state["curriculum"], state["stretch"]
-            self.steadiness, self.adamw_rate = state["steadiness"], state["adamw_rate"]
+            # Snapshots of earlier versions have neither.
+            self.steadiness, self.adamw_rate = state.get("steadiness", 0), state.get("adamw_rate")
             start = state["weights"]
             self.config = config_of(state)
         else:

@@ -55,6 +55,7 @@ def test_is_one_minus_the_correlation_of_steps_and_of_layers(batch: TrainingBatc
         ]
         differences += [1 - correlation(*steps) for steps in logs]
         differences += [1 - correlation(one[0], other[0]) for one, other in pairwise(logs)]
+    # float32 against Python's numbers, through a softmax and a logarithm.
     assert float(found.loss()) == pytest.approx(sum(differences) / len(differences), rel=1e-4)
 
 

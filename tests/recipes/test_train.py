@@ -134,6 +134,14 @@ def test_two_processes_take_the_step_of_one_that_has_both_batches(settings):
     assert compared > 20  # the others are zero: behind output projections that start at zero
 
 
+@pytest.mark.parametrize("flag", ["--steadiness", "--adamw-rate"])
+def test_a_weight_or_rate_below_zero_is_refused(flag, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train", f"{flag}=-1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{flag} -1.0: a number" in capsys.readouterr().err
+
+
 def test_match_layers_are_for_initial_weights_only(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train", "--start", "nowhere", "--match-layers", "1"])
     with pytest.raises(SystemExit):
